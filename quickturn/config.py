@@ -1,0 +1,54 @@
+"""The one configuration object of an engine."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by `text`, such as '512MiB', '2g' or '1048576'. Raises ValueError with the accepted forms."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not a size: {text!r}; write for example 512MiB, 2GiB or a number of bytes")
+    return int(float(match[1]) * _FACTOR[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine is told at start. Sizes are bytes or tokens; None means 'choose from the model or machine'."""
+
+    model: str
+    """A hub id, a local directory of safetensors, or a `.gguf` file."""
+    dtype: DtypeName = "auto"
+    device: str = "auto"
+    load_format: LoadFormat = "auto"
+    memory: int | None = None
+    """Bound of the cache arena in bytes."""
+    block_tokens: int = 64
+    slab_bytes: int | None = None
+    max_requests: int = 256
+    max_step_tokens: int = 2048
+    max_context: int | None = None
+    prefix_cache: bool = True
+    overlap: bool | None = None
+    """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
+    graphs: bool = True
+    """CUDA graphs for decode; without effect on a CPU."""
+    seed: int = 0
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that can't work, saying what to change."""
+        if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
+            raise ValueError(f"block_tokens must be a power of two, got {self.block_tokens}")
+        for name in ("max_requests", "max_step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.memory is not None and self.memory < 1 << 20:
+            raise ValueError(f"memory must be at least 1 MiB, got {self.memory} bytes")

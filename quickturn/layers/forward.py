@@ -1,0 +1,40 @@
+"""What one forward pass knows about its batch."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's view of the arena.
+
+    `k`, `v`: `[num_blocks, block_tokens, kv_heads, head_dim]`, strided (a block holds all layers of its group).
+    """
+
+    group: int
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """T tokens of R rows; the first `num_decode` rows have one query token each, the others are prefill chunks.
+
+    token_ids, positions: int64 [T]. query_start: int32 [R + 1], offsets into the tokens. context_lens: int32 [R], keys visible to
+    the row's last token (this step's tokens included; 0 marks a padding row). block_tables: per cache group int32
+    [R, max_blocks]. slot_mapping: per cache group int64 [T], `block_id * block_tokens + offset`, -1 for tokens that are padding.
+    max_query_len, max_context_len: host bounds. sample_rows: int64 [S], token indexes whose logits are wanted.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    num_decode: int
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mapping: tuple[torch.Tensor, ...]
+    max_query_len: int
+    max_context_len: int
+    sample_rows: torch.Tensor
+    caches: tuple[LayerCache, ...]
