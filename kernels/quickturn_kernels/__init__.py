@@ -1,0 +1,62 @@
+"""Kernels for language model inference.
+
+Each op is one typed function here; implementations of several tiers (PyTorch reference, Triton, CPU, ...)
+register for it and the best that fits the machine and the call is taken. `python -m quickturn_kernels list`
+prints them.
+"""
+
+from quickturn_kernels.ops.activation import silu_and_mul
+from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
+from quickturn_kernels.ops.embedding import embedding
+from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
+from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
+from quickturn_kernels.ops.rotary import rotary_cache_write
+from quickturn_kernels.ops.sampling import IN_PROMPT, Sampled, SamplingTensors, sample
+from quickturn_kernels.platform import Platform, Requirement, current, describe
+from quickturn_kernels.registry import (
+    Implementation,
+    Op,
+    Priority,
+    Signature,
+    define,
+    implementations,
+    load,
+    ops,
+    override,
+    register,
+    select,
+    use,
+)
+
+__all__ = [
+    "IN_PROMPT",
+    "Implementation",
+    "LinearWeight",
+    "Op",
+    "Platform",
+    "Priority",
+    "Requirement",
+    "Sampled",
+    "SamplingTensors",
+    "Signature",
+    "add_rms_norm",
+    "current",
+    "define",
+    "describe",
+    "embedding",
+    "implementations",
+    "linear",
+    "load",
+    "ops",
+    "override",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "prepare_linear",
+    "register",
+    "rms_norm",
+    "rotary_cache_write",
+    "sample",
+    "select",
+    "silu_and_mul",
+    "use",
+]

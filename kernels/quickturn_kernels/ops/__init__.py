@@ -1,0 +1,1 @@
+"""Op families: each has its public functions here, and one module a tier (reference, torch, cpu, triton)."""

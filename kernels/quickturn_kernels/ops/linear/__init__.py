@@ -1,0 +1,61 @@
+"""Matrix products with a weight that was laid out beforehand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quickturn_kernels.registry import Op, define
+
+PLAIN = "plain"
+"""The layout of a weight kept as it came: `tensors[0]` is [N, K], row-major."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """A weight as some implementation wants it.
+
+    `shape` is (N, K) of the matrix as the model knows it, `dtype` its dtype before any packing. `layout`
+    names the packing: an implementation of `linear` states the layouts it reads in `traits={"layout":
+    {...}}`; `tensors` belong to it.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    layout: str
+    tensors: tuple[Tensor, ...]
+
+
+_PREPARE: Op[Callable[[Tensor, int | None], LinearWeight]] = define("prepare_linear")
+_LINEAR: Op[Callable[[Tensor, LinearWeight, Tensor | None, torch.dtype | None], Tensor]] = define(
+    "linear", "layout"
+)
+
+
+def prepare_linear(weight: Tensor, *, max_rows_hint: int | None = None) -> LinearWeight:
+    """Lay a weight out for `linear` on its device; done once at load.
+
+    weight: [N, K] row-major; it may be kept or copied, so the caller drops its own reference.
+    max_rows_hint: the most rows that x will usually have (None: anything from one row to a long prompt).
+    """
+    function = _PREPARE.table.get((weight.device, weight.dtype))
+    if function is None:
+        function = _PREPARE.bind(weight.device, weight.dtype)
+    return function(weight, max_rows_hint)
+
+
+def linear(
+    x: Tensor, weight: LinearWeight | Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`, accumulated in float32.
+
+    x: [T, K]. weight: from `prepare_linear`, or a plain [N, K] tensor. bias: [N] or None. out_dtype: dtype
+    of the result, by default x.dtype. Returns a new [T, N].
+    """
+    if isinstance(weight, Tensor):
+        weight = LinearWeight((weight.shape[0], weight.shape[1]), weight.dtype, PLAIN, (weight,))
+    function = _LINEAR.table.get((x.device, x.dtype, weight.layout))
+    if function is None:
+        function = _LINEAR.bind(x.device, x.dtype, weight.layout)
+    return function(x, weight, bias, out_dtype)

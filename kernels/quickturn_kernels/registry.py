@@ -1,0 +1,286 @@
+"""Ops and their implementations: registration, selection, overrides.
+
+An op is a public function (`quickturn_kernels.rms_norm`); an implementation is a function with the same
+positional arguments that registered itself for a platform, some dtypes and some traits. The best one that
+fits is chosen once for each (device, dtype, traits) and kept in the op's table, so that a call costs one
+dictionary look-up.
+"""
+
+import os
+import tomllib
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from quickturn_kernels import platform as platforms
+from quickturn_kernels.platform import ANY, Platform, Requirement
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLUGIN_GROUP = "quickturn_kernels.plugins"
+OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
+FAMILIES = ("norm", "linear", "activation", "rotary", "attention", "embedding", "sampling")
+
+
+class Priority(IntEnum):
+    """Of the implementations that fit, the highest is taken; among equals the one registered last."""
+
+    REFERENCE = 0
+    PORTABLE = 10
+    PERFORMANCE = 20
+    SPECIALIZED = 30
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call looks like to selection: the device, the dtype of the first operand, and the op's own
+    traits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    traits: Mapping[str, Hashable] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One registered function. `dtypes` None takes every dtype; `traits` names the allowed values of some
+    traits.
+    """
+
+    op: str
+    name: str
+    function: Callable[..., Any]
+    platform: Requirement
+    dtypes: frozenset[torch.dtype] | None
+    traits: Mapping[str, Container[Hashable]]
+    priority: Priority
+
+    def fits(self, signature: Signature) -> bool:
+        """Whether dtype and traits suit (the platform is judged apart)."""
+        if self.dtypes is not None and signature.dtype not in self.dtypes:
+            return False
+        return all(
+            signature.traits[name] in allowed
+            for name, allowed in self.traits.items()
+            if name in signature.traits
+        )
+
+
+class Op(Generic[F]):
+    """A public op: its implementations by name, and the table of choices made."""
+
+    def __init__(self, name: str, trait_names: tuple[str, ...]) -> None:
+        self.name = name
+        self.trait_names = trait_names
+        self.implementations: dict[str, Implementation] = {}
+        self.table: dict[tuple[Hashable, ...], F] = {}
+
+    def bind(self, device: torch.device, dtype: torch.dtype, *traits: Hashable) -> F:
+        """Choose for (device, dtype, *traits), remember the choice in `table` under that key, and return
+        the function.
+        """
+        signature = Signature(device, dtype, dict(zip(self.trait_names, traits, strict=True)))
+        function: F = select(self.name, signature).function  # type: ignore[assignment]
+        self.table[(device, dtype, *traits)] = function
+        return function
+
+
+_ops: dict[str, Op[Any]] = {}
+_overrides: dict[str, str] = {}
+_loaded: set[str] = set()
+
+
+def define(name: str, *trait_names: str) -> Op[Any]:
+    """Make an op known. `trait_names` are the traits that its public function passes to `bind`, in order."""
+    if name in _ops:
+        raise ValueError(f"op {name} is already defined")
+    _ops[name] = Op(name, trait_names)
+    return _ops[name]
+
+
+def register(
+    op: str,
+    *,
+    name: str,
+    platform: Requirement = ANY,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    traits: Mapping[str, Container[Hashable]] | None = None,
+    priority: Priority = Priority.PORTABLE,
+) -> Callable[[F], F]:
+    """Register the decorated function as implementation `name` of `op`; returns the function unchanged.
+
+    The function takes the arguments of the public op, all positional. Registering a name again replaces it.
+    Raises KeyError for an op that isn't defined.
+    """
+    target = _find(op)
+
+    def add(function: F) -> F:
+        target.implementations.pop(name, None)
+        target.implementations[name] = Implementation(
+            op,
+            name,
+            function,
+            platform,
+            None if dtypes is None else frozenset(dtypes),
+            dict(traits or {}),
+            priority,
+        )
+        target.table.clear()
+        return function
+
+    return add
+
+
+def select(op: str, signature: Signature) -> Implementation:
+    """The implementation that calls with this signature get.
+
+    An override by name wins and must fit, else ValueError says why not; the override of "*" applies to the
+    ops that have such an implementation and where it fits. Raises LookupError when nothing fits.
+    """
+    load()
+    target = _find(op)
+    machine = platforms.describe(signature.device)
+    named = _overrides.get(op)
+    if named is not None:
+        return _take_named(target, named, signature, machine)
+    wildcard = _overrides.get("*")
+    if wildcard is not None:
+        _ensure_loaded_for(wildcard)
+        choice = target.implementations.get(wildcard)
+        if choice is not None and choice.fits(signature) and choice.platform.runs_on(machine):
+            return choice
+    fitting = [
+        implementation
+        for implementation in target.implementations.values()
+        if implementation.fits(signature) and implementation.platform.met_by(machine)
+    ]
+    if not fitting:
+        names = list(target.implementations)
+        raise LookupError(f"no implementation of {op} fits {signature} on {machine.name}; it has {names}")
+    best = fitting[0]
+    for implementation in fitting:
+        if implementation.priority >= best.priority:
+            best = implementation
+    return best
+
+
+@contextmanager
+def use(**overrides: str) -> Iterator[None]:
+    """Within the block, take the named implementation for each named op: `with use(rms_norm="triton"):`.
+
+    `use(**{"*": "reference"})` names one for every op that has it. Process-wide, not per thread.
+    """
+    before = dict(_overrides)
+    override(overrides)
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+        _forget_choices()
+
+
+def override(names: Mapping[str, str]) -> None:
+    """Take these implementations from now on ({op or "*": name}). Raises KeyError for an unknown op."""
+    for op in names:
+        if op != "*":
+            _find(op)
+    _overrides.update(names)
+    _forget_choices()
+
+
+def override_from_text(text: str) -> None:
+    """Overrides as in the environment: "op=name,op=name", or "@path" for a TOML file of `op = "name"`
+    lines.
+    """
+    if text.startswith("@"):
+        override(tomllib.loads(Path(text[1:]).read_text()))
+        return
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    bad = [op for op, equals, name in pairs if not (equals and name.strip())]
+    if bad:
+        raise ValueError(f"{OVERRIDE_VARIABLE} must look like op=name,op=name; got {text!r}")
+    override({op.strip(): name.strip() for op, _, name in pairs})
+
+
+def ops() -> Mapping[str, Op[Any]]:
+    """Every op by name."""
+    return MappingProxyType(_ops)
+
+
+def implementations(op: str, *, every_tier: bool = False) -> tuple[Implementation, ...]:
+    """The registered implementations of an op. `every_tier` also loads tiers that this machine wouldn't
+    choose.
+    """
+    load(every_tier=every_tier)
+    return tuple(_find(op).implementations.values())
+
+
+def load(*, every_tier: bool = False) -> None:
+    """Import the tiers that can be chosen on this machine, the plugins, and the overrides of the
+    environment. Idempotent.
+
+    Triton takes long to import, so its tier is loaded only where it can run (a CUDA device, or its
+    interpreter), or when asked.
+    """
+    if "base" not in _loaded:
+        _loaded.add("base")
+        _import_tier("reference")
+        _import_tier("torch")
+        _import_tier("cpu")
+        for plugin in entry_points(group=PLUGIN_GROUP):
+            plugin.load()()
+        if text := os.environ.get(OVERRIDE_VARIABLE):
+            override_from_text(text)
+    if every_tier or torch.cuda.is_available() or platforms.interpreting():
+        _ensure_loaded_for("triton")
+
+
+def _ensure_loaded_for(name: str) -> None:
+    if name == "triton" and "triton" not in _loaded and platforms.has_triton():
+        _loaded.add("triton")
+        _import_tier("triton")
+
+
+def _import_tier(tier: str) -> None:
+    for family in FAMILIES:
+        module = f"quickturn_kernels.ops.{family}.{tier}"
+        if find_spec(module) is not None:
+            import_module(module)
+
+
+def _take_named(target: Op[Any], name: str, signature: Signature, machine: Platform) -> Implementation:
+    _ensure_loaded_for(name)
+    choice = target.implementations.get(name)
+    if choice is None:
+        raise ValueError(
+            f"{target.name} has no implementation {name!r}; it has {list(target.implementations)}"
+        )
+    if not choice.platform.runs_on(machine):
+        raise ValueError(f"{target.name}={name} asks for {choice.platform}, this is {machine}")
+    if not choice.fits(signature):
+        raise ValueError(
+            f"{target.name}={name} takes {choice.dtypes} {choice.traits}, the call has {signature}"
+        )
+    return choice
+
+
+def _find(op: str) -> Op[Any]:
+    if op not in _ops:
+        raise KeyError(f"no op {op!r}; there are {sorted(_ops)}")
+    return _ops[op]
+
+
+def _forget_choices() -> None:
+    for op in _ops.values():
+        op.table.clear()
