@@ -1,0 +1,262 @@
+"""The engine loop of one rank: ask the control plane for a plan, carry it out, say what happened.
+
+The loop decides nothing. It keeps each live request's tokens on the host (a retracted request is loaded again from them) and turns
+what the control plane reports into outputs for the client.
+"""
+
+import secrets
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import quickturn_control as control
+from numpy.typing import NDArray
+
+from quickturn.config import EngineConfig
+from quickturn.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    EngineReady,
+    EngineStats,
+    LoadProgress,
+    StepOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from quickturn.engine.start import StartedEngine, start
+from quickturn.execution.batch import StepRows
+from quickturn.execution.runner import BlockUpdate, PendingStep
+from quickturn.execution.sampler import RowLogprobs
+from quickturn.sampling_params import SamplingParams
+
+FINISH_REASONS = {
+    control.STOP: "stop",
+    control.LENGTH: "length",
+    control.CANCELLED: "cancelled",
+    control.TIMEOUT: "timeout",
+    control.ERROR: "error",
+}
+
+
+@dataclass
+class LiveRequest:
+    """What the host knows of a request that isn't over. `tokens`: the prompt and what was generated so far."""
+
+    id: int
+    tokens: array[int]
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    cached_tokens: int = -1
+    reported: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step. `requests`: the ids behind the rows that sample, in row order."""
+
+    step: int
+    requests: Sequence[int]
+    pending: PendingStep
+    launched: float
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """Facts about the last step that was settled, for benchmarks. `seconds`: model and sampling alone."""
+
+    rows: int = 0
+    decode_rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class EngineCore:
+    """One rank's engine, driven by whoever calls `step`. Not thread-safe."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[LoadProgress], None] | None = None) -> None:
+        """Load the model and allocate the cache. Raises ValueError or MemoryError that say what to change."""
+        self._started: StartedEngine = start(config, progress or (lambda _: None))
+        self._runner = self._started.runner
+        self._depth = 2 if self._started.overlap else 1
+        self._scheduler = control.Scheduler(self._scheduler_config(config))
+        self._live: dict[int, LiveRequest] = {}
+        self._slot_request = np.full(config.max_requests, -1, dtype=np.int64)
+        self._in_flight: deque[InFlight] = deque()
+        self._undelivered: list[TokenOutput] = []
+        self._finished: Counter[str] = Counter()
+        self._generated = 0
+        self._settled = time.perf_counter()
+        self.last_step = LastStep()
+
+    def ready(self) -> EngineReady:
+        """What clients must know of this engine."""
+        return self._started.ready
+
+    def add(self, request: AddRequest) -> None:
+        """Take a request in. One that can never run is answered by the next `step` with finish 'error' and the reason."""
+        tokens = array("i")
+        tokens.frombytes(request.tokens)
+        sampling = request.sampling
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:
+            self._reject(request.id, f"a token id is outside the vocabulary of {self._started.ready.vocab_size}")
+            return
+        stop_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids.update(self._started.eos_token_ids)
+        try:
+            self._scheduler.add(
+                control.Request(
+                    request.id,
+                    np.frombuffer(tokens, dtype=np.int32),
+                    max_tokens=sampling.max_tokens,
+                    min_tokens=sampling.min_tokens,
+                    stop_token_ids=sorted(stop_ids),
+                    arrival=request.arrival,
+                    priority=request.priority,
+                    session=request.session,
+                    deadline=request.deadline,
+                    cache_salt=request.cache_salt,
+                )
+            )
+        except ValueError as error:
+            self._reject(request.id, str(error))
+            return
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._live[request.id] = LiveRequest(request.id, tokens, len(tokens), sampling, seed)
+
+    def cancel(self, request: CancelRequest) -> None:
+        """End a request from outside; unknown ids (it ended just now) are fine."""
+        if request.finished:
+            self._scheduler.finish(request.id)
+        else:
+            self._scheduler.cancel(request.id)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._in_flight or self._live or self._undelivered)
+
+    def step(self) -> StepOutput:
+        """Launch the next step and settle the oldest one that is out; returns what is new for the clients."""
+        outputs, self._undelivered = self._undelivered, []
+        plan = self._scheduler.plan(time.monotonic())
+        if plan is not None:
+            self._carry_out(plan, outputs)
+        if len(self._in_flight) == self._depth or (self._in_flight and (plan is None or not plan.num_rows)):
+            self._settle(self._in_flight.popleft(), outputs)
+        return StepOutput(outputs)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of the control plane and of this loop."""
+        values = dict(self._scheduler.stats())
+        values["generated_tokens"] = float(self._generated)
+        for reason in FINISH_REASONS.values():
+            values[f"finished_{reason}"] = float(self._finished[reason])
+        return EngineStats(values)
+
+    def close(self) -> None:
+        """Wait for what the device still does."""
+        while self._in_flight:
+            self._in_flight.popleft().pending.wait()
+
+    def _scheduler_config(self, config: EngineConfig) -> control.SchedulerConfig:
+        layout = self._started.layout
+        return control.SchedulerConfig(
+            groups=[
+                control.GroupConfig(laid.group.kind, laid.blocks_per_slab, window=laid.group.window)
+                for laid in layout.groups
+            ],
+            num_slabs=layout.num_slabs,
+            block_tokens=layout.block_tokens,
+            max_requests=config.max_requests,
+            max_step_tokens=config.max_step_tokens,
+            max_context=self._started.ready.max_context,
+            prefix_cache=config.prefix_cache,
+            pipeline_depth=self._depth,
+            hash_key=secrets.token_bytes(16),
+            model_salt=config.model,
+        )
+
+    def _carry_out(self, plan: control.StepPlan, outputs: list[TokenOutput]) -> None:
+        ended = plan.ended
+        for id, reason in zip(ended.ids.tolist(), ended.reasons.tolist(), strict=True):
+            outputs.append(self._end(id, [], reason))
+        admitted = plan.admitted
+        for id, slot, cached, known in zip(
+            admitted.ids.tolist(),
+            admitted.slots.tolist(),
+            admitted.cached_tokens.tolist(),
+            admitted.known_tokens.tolist(),
+            strict=True,
+        ):
+            self._admit(self._live[id], slot, cached, known)
+        if not plan.num_rows:
+            return
+        rows = StepRows(plan.slots, plan.query_lens, plan.context_lens, plan.samples, plan.num_decode_rows)
+        updates = [BlockUpdate(u.slots, u.indexes, u.blocks) for u in plan.block_updates]
+        requests = self._slot_request[rows.slots[rows.samples != 0]].tolist()
+        launched = time.perf_counter()
+        pending = self._runner.launch(rows, updates)
+        self._in_flight.append(InFlight(plan.step, requests, pending, launched))
+        self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
+
+    def _admit(self, live: LiveRequest, slot: int, cached: int, known: int) -> None:
+        if live.cached_tokens < 0:
+            live.cached_tokens = min(cached, live.prompt_len)
+        self._slot_request[slot] = live.id
+        tokens: NDArray[np.int32] = np.array(live.tokens[:known], dtype=np.int32)
+        self._runner.admit(slot, tokens, live.prompt_len, live.sampling, live.seed)
+
+    def _settle(self, flight: InFlight, outputs: list[TokenOutput]) -> None:
+        result = flight.pending.wait()
+        now = time.perf_counter()
+        elapsed = now - max(flight.launched, self._settled)
+        self._settled = now
+        tokens = result.tokens.tolist()
+        for id, token in zip(flight.requests, tokens, strict=True):
+            if token < 0 and id in self._live:
+                self._live[id].error = "the model's output is not a finite number; this request can't go on"
+                self._scheduler.cancel(id)
+        applied = self._scheduler.apply(
+            control.StepResult(flight.step, result.tokens, elapsed_us=elapsed * 1e6)
+        )
+        ended = dict(zip(applied.ids.tolist(), applied.reasons.tolist(), strict=True))
+        logprobs = result.logprobs or [None] * len(tokens)
+        for id, token, accepted, logprob in zip(
+            flight.requests, tokens, applied.accepted.tolist(), logprobs, strict=True
+        ):
+            if accepted:
+                self._live[id].tokens.append(token)
+                outputs.append(self._output(id, token, logprob, ended.pop(id, None)))
+        for id, reason in ended.items():
+            outputs.append(self._end(id, [], reason))
+        self.last_step = LastStep(
+            self.last_step.rows, self.last_step.decode_rows, self.last_step.tokens, result.seconds
+        )
+
+    def _output(self, id: int, token: int, logprob: RowLogprobs | None, reason: int | None) -> TokenOutput:
+        self._generated += 1
+        details = None if logprob is None else [TokenLogprobs(logprob.logprob, logprob.top)]
+        if reason is not None:
+            return self._end(id, [token], reason, details)
+        live = self._live[id]
+        cached = -1 if live.reported else live.cached_tokens
+        live.reported = True
+        return TokenOutput(id, [token], cached_tokens=cached, logprobs=details)
+
+    def _end(
+        self, id: int, tokens: list[int], reason: int, logprobs: list[TokenLogprobs] | None = None
+    ) -> TokenOutput:
+        live = self._live.pop(id)
+        finish = "error" if live.error else FINISH_REASONS[reason]
+        self._finished[finish] += 1
+        cached = -1 if live.reported else max(live.cached_tokens, 0)
+        return TokenOutput(id, tokens, finish, cached, logprobs, live.error)
+
+    def _reject(self, id: int, message: str) -> None:
+        self._finished["error"] += 1
+        self._undelivered.append(TokenOutput(id, [], "error", 0, None, message))

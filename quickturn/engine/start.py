@@ -1,0 +1,105 @@
+"""From a configuration to a runner that can take its first step."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quickturn.cache.layout import ArenaLayout, plan_arena
+from quickturn.config import EngineConfig
+from quickturn.engine.messages import EngineReady, LoadProgress
+from quickturn.execution.runner import Runner
+from quickturn.loading.load import load_model
+
+CPU_MEMORY_SHARE = 0.25
+"""Share of the machine's free memory that the cache takes on a CPU unless told otherwise; pages are committed when used."""
+
+GPU_MEMORY_SHARE = 0.92
+"""Share of the GPU's memory that weights, workspace and cache may take together unless told otherwise."""
+
+GPU_WORKSPACE_BYTES = 2 << 30
+"""Left free beside the cache for activations and graphs."""
+
+
+@dataclass(frozen=True)
+class StartedEngine:
+    """All that the loop needs. `overlap`: plan the next step while one runs."""
+
+    runner: Runner
+    layout: ArenaLayout
+    ready: EngineReady
+    eos_token_ids: tuple[int, ...]
+    overlap: bool
+
+
+def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> StartedEngine:
+    """Load the model, lay out the cache, allocate. Raises ValueError or MemoryError that say what to change."""
+    device = pick_device(config.device)
+    model, info = load_model(
+        config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
+    )
+    memory = default_memory(device) if config.memory is None else config.memory
+    layout = plan_arena(
+        model.cache_groups(),
+        block_tokens=config.block_tokens,
+        itemsize=info.dtype.itemsize,
+        memory=memory,
+        slab_bytes=config.slab_bytes,
+    )
+    max_context = min(info.max_context, layout.capacity_tokens())
+    progress(LoadProgress("allocating the cache", 0, 0))
+    runner = Runner(
+        model,
+        layout,
+        dtype=info.dtype,
+        device=device,
+        max_requests=config.max_requests,
+        max_context=max_context,
+        vocab_size=model.vocab_size,
+    )
+    ready = EngineReady(
+        max_context=max_context,
+        max_requests=config.max_requests,
+        cache_tokens=layout.capacity_tokens(),
+        block_tokens=layout.block_tokens,
+        vocab_size=model.vocab_size,
+        facts={
+            "model": info.files.name,
+            "parameters": f"{info.parameters / 1e6:.0f}M",
+            "dtype": str(info.dtype).removeprefix("torch."),
+            "device": str(device),
+            "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
+            "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
+            "least cacheable prefix": f"{layout.block_tokens} tokens",
+        },
+    )
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; 'auto' is the GPU if there is one. Raises ValueError for one that isn't there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use --device cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", 0)
+    return device
+
+
+def default_memory(device: torch.device) -> int:
+    """Bytes for the cache when the operator named none; called after the weights were loaded."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = free - int(total * (1 - GPU_MEMORY_SHARE)) - GPU_WORKSPACE_BYTES
+        if room <= 0:
+            raise MemoryError(
+                f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little for a"
+                " cache; use a smaller model or dtype, or name a small --memory"
+            )
+        return room
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * CPU_MEMORY_SHARE)

@@ -1,0 +1,139 @@
+"""The batch as it lives on the device: slot-indexed tables that steps change by small deltas.
+
+A request keeps one slot while it runs. Its tokens and block tables stay on the device; a step uploads which slots take part, new
+block-table entries and the tokens of requests that were just admitted, and gathers the rest there. The row behind the last slot
+belongs to nobody: padding rows of a fixed-size batch point to it, and it is never written.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quickturn.cache.layout import ArenaLayout
+from quickturn.layers.forward import ForwardBatch, LayerCache
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """One step's rows on the host, decode rows first.
+
+    slots, query_lens, context_lens: int32 [R]; `context_lens` counts the tokens that are in the cache before this step.
+    samples: uint8 [R], 1 where the row's last token is to be sampled from.
+    """
+
+    slots: Ints
+    query_lens: Ints
+    context_lens: Ints
+    samples: NDArray[np.uint8]
+    num_decode: int
+
+
+class DeviceBatch:
+    """Token ids and block tables of every slot, on the device."""
+
+    def __init__(
+        self, layout: ArenaLayout, caches: tuple[LayerCache, ...], max_requests: int, max_context: int, device: torch.device
+    ) -> None:
+        """Allocate the tables: `max_requests` slots of up to `max_context` tokens."""
+        self._block_tokens = layout.block_tokens
+        self._caches = caches
+        self._device = device
+        self.padding_slot = max_requests
+        rows = max_requests + 1
+        blocks = -(-(max_context + 1) // layout.block_tokens)
+        self.token_ids = torch.zeros((rows, max_context + 1), dtype=torch.int32, device=device)
+        self.block_tables = tuple(
+            torch.zeros((rows, blocks), dtype=torch.int32, device=device) for _ in layout.groups
+        )
+        self._decode_starts = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+        self._decode_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
+
+    def load_tokens(self, slot: int, tokens: Ints) -> None:
+        """Put all known tokens of an admitted request into its slot."""
+        self.token_ids[slot, : len(tokens)] = self._upload(tokens)
+
+    def update_tables(self, group: int, slots: Ints, indexes: Ints, blocks: Ints) -> None:
+        """Enter new blocks: `block_tables[group][slots[i], indexes[i]] = blocks[i]`."""
+        if len(slots):
+            at = (self._upload(slots).long(), self._upload(indexes).long())
+            self.block_tables[group].index_put_(at, self._upload(blocks))
+
+    def append(self, slots: Ints, positions: Ints, tokens: torch.Tensor) -> None:
+        """Write sampled tokens (int64 [S]) to their slots on the device: the next step may run before the host saw them."""
+        at = (self._upload(slots).long(), self._upload(positions).long())
+        self.token_ids.index_put_(at, tokens.to(torch.int32))
+
+    def forward_batch(self, rows: StepRows) -> ForwardBatch:
+        """Gather what the model needs for one step."""
+        count, num_decode = len(rows.slots), rows.num_decode
+        slots = self._upload(rows.slots).long()
+        if num_decode == count:
+            positions = self._upload(rows.context_lens).long()
+            return self._gather(
+                slots,
+                self._decode_rows[:count],
+                positions,
+                self._decode_starts[: count + 1],
+                num_decode,
+                max_query_len=1,
+                max_context_len=int(rows.context_lens.max(initial=0)) + 1,
+                sample_rows=self._sample_rows(rows, np.arange(count)),
+            )
+        ends = np.cumsum(rows.query_lens, dtype=np.int32)
+        starts = ends - rows.query_lens
+        row_of_token = np.repeat(np.arange(count), rows.query_lens)
+        positions_host = np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens)
+        return self._gather(
+            slots,
+            self._upload(row_of_token),
+            self._upload(positions_host),
+            self._upload(np.concatenate(([0], ends)).astype(np.int32)),
+            num_decode,
+            max_query_len=int(rows.query_lens.max()),
+            max_context_len=int((rows.context_lens + rows.query_lens).max()),
+            sample_rows=self._sample_rows(rows, ends - 1),
+        )
+
+    def _gather(
+        self,
+        slots: torch.Tensor,
+        row_of_token: torch.Tensor,
+        positions: torch.Tensor,
+        query_start: torch.Tensor,
+        num_decode: int,
+        *,
+        max_query_len: int,
+        max_context_len: int,
+        sample_rows: torch.Tensor,
+    ) -> ForwardBatch:
+        size = self._block_tokens
+        width = -(-max_context_len // size)
+        token_slots = slots[row_of_token]
+        tables = tuple(table[:, :width][slots] for table in self.block_tables)
+        index, offset = positions // size, positions % size
+        mapping = tuple(table[token_slots, index].long() * size + offset for table in self.block_tables)
+        last = query_start[1:].long() - 1
+        return ForwardBatch(
+            token_ids=self.token_ids[token_slots, positions].long(),
+            positions=positions,
+            num_decode=num_decode,
+            query_start=query_start,
+            context_lens=(positions[last] + 1).to(torch.int32),
+            block_tables=tables,
+            slot_mapping=mapping,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+            sample_rows=sample_rows,
+            caches=self._caches,
+        )
+
+    def _sample_rows(self, rows: StepRows, last_token: NDArray[np.integer]) -> torch.Tensor:
+        return self._upload(last_token[rows.samples != 0].astype(np.int64))
+
+    def _upload(self, array: NDArray[np.integer]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)

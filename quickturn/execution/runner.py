@@ -1,0 +1,108 @@
+"""Carries out a step: uploads the deltas of a plan, runs the model, samples, and brings the tokens back.
+
+`launch` never waits for the device; `PendingStep.wait` does. On a CPU the work is done when `launch` returns.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quickturn.cache.arena import Arena
+from quickturn.cache.layout import ArenaLayout
+from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.sampler import RowLogprobs, Sampler
+from quickturn.models.base import Model
+from quickturn.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class BlockUpdate:
+    """New block-table entries of one cache group: `table[slots[i], indexes[i]] = blocks[i]`; int32 arrays of one length."""
+
+    slots: NDArray[np.int32]
+    indexes: NDArray[np.int32]
+    blocks: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model and sampling."""
+
+    tokens: NDArray[np.int32]
+    logprobs: Sequence[RowLogprobs | None]
+    seconds: float
+
+
+class PendingStep:
+    """A launched step whose tokens may still be on their way to the host."""
+
+    def __init__(
+        self, tokens: torch.Tensor, logprobs: Sequence[RowLogprobs | None], started: float, done: torch.cuda.Event | None
+    ) -> None:
+        """`tokens` is on the host; with `done` it is valid once that event has happened."""
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._started = started
+        self._done = done
+        self._seconds = time.perf_counter() - started
+
+    def wait(self) -> StepTokens:
+        """Block until the tokens are here."""
+        seconds = self._seconds
+        if self._done is not None:
+            self._done.synchronize()
+            seconds = time.perf_counter() - self._started
+        return StepTokens(self._tokens.numpy(), self._logprobs, seconds)
+
+
+class Runner:
+    """The model, its arena and the device-resident batch of one rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: ArenaLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_requests: int,
+        max_context: int,
+        vocab_size: int,
+    ) -> None:
+        """Allocate the arena and the tables of `max_requests` slots of `max_context` tokens."""
+        self.arena = Arena(layout, dtype, device)
+        self._model = model
+        self._device = device
+        self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
+        self._sampler = Sampler(max_requests, vocab_size, device)
+
+    def admit(self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int) -> None:
+        """Load a request into its slot: every known token, of which the first `prompt_len` are the prompt's."""
+        self._batch.load_tokens(slot, tokens)
+        self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
+
+    @torch.inference_mode()
+    def launch(self, rows: StepRows, updates: Sequence[BlockUpdate]) -> PendingStep:
+        """Start one step. `updates` has one entry a cache group."""
+        started = time.perf_counter()
+        for group, update in enumerate(updates):
+            self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
+        batch = self._batch.forward_batch(rows)
+        logits = self._model.forward(batch)
+        sampling = rows.samples != 0
+        slots = rows.slots[sampling]
+        positions = (rows.context_lens + rows.query_lens)[sampling]
+        sampled = self._sampler.sample(logits, slots, positions)
+        if len(slots):
+            self._batch.append(slots, positions, sampled.tokens)
+        if self._device.type != "cuda":
+            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs(), started, None)
+        host = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
+        host.copy_(sampled.tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return PendingStep(host, sampled.logprobs(), started, done)
