@@ -1,0 +1,1 @@
+"""Getting models into memory: `load.load_model` is the door."""

@@ -1,0 +1,1 @@
+"""Placements on a mesh, and weights declared with them."""

@@ -1,10 +1,11 @@
 """Where a tensor lies on a mesh axis, and the steps of a layer that say so.
 
-A model lists the steps of its decoder layer. Each step names the mesh axis of its module kind and the placement that its input
-must have and its output will have. Models never call a collective: whoever runs the layer compares neighbours and moves data.
+A model lists the steps of its decoder layer. Each step names the mesh axis of its module kind and the
+placement that its input must have and its output will have. Models never call a collective: whoever runs the
+layer compares neighbours and moves data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,17 +35,66 @@ class Partial:
 
 Placement = Replicate | Shard | Partial
 
+Run = Callable[[torch.Tensor, torch.Tensor, ForwardBatch], torch.Tensor]
+
+Residual = Literal["none", "begin", "add_norm"]
+
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a decoder layer.
+    """One step of a model.
 
-    `run(x, batch) -> y` maps the activations `[tokens, features]` of this step. `residual` says how the step treats the residual
-    stream: `add_norm` steps take the branch output, add it to the stream and return the normed stream; `none` ignores it.
+    `run(x, residual, batch) -> y` maps the activations `[tokens, features]` of this step. `residual` says how
+    the step treats the residual stream: a `begin` step's output is the new stream (and the input of the next
+    step), an `add_norm` step adds its input to the stream in place and returns the normed stream, `none`
+    steps don't look at it.
     """
 
     name: str
     axis: Axis
     consumes: Placement
     produces: Placement
-    run: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
+    run: Run
+    residual: Residual = "none"
+
+
+Conversion = Literal["none", "slice", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+class PlacementError(ValueError):
+    """Two neighbouring steps whose placements nothing can convert."""
+
+
+def conversion(have: Placement, want: Placement) -> Conversion:
+    """What turns a tensor placed as `have` into one placed as `want`. Raises PlacementError if nothing does.
+
+    Only a producer can make summands: data that is whole or in parts is never made Partial.
+    """
+    match have, want:
+        case (Replicate(), Replicate()) | (Partial(), Partial()):
+            return "none"
+        case Replicate(), Shard():
+            return "slice"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Shard(), Replicate():
+            return "all_gather"
+        case Shard(a), Shard(b):
+            return "none" if a == b else "all_to_all"
+    raise PlacementError(f"nothing converts {have} to {want}")
+
+
+def conversions(steps: Sequence[Step]) -> list[Conversion]:
+    """The conversion ahead of each step but the first. Raises PlacementError naming the two steps that don't
+    fit.
+    """
+    found: list[Conversion] = []
+    for before, after in zip(steps, steps[1:], strict=False):
+        try:
+            found.append(conversion(before.produces, after.consumes))
+        except PlacementError as error:
+            message = f"step '{before.name}' is followed by step '{after.name}', but {error}"
+            raise PlacementError(message) from error
+    return found

@@ -1,0 +1,112 @@
+"""From declared weights to parameters in memory.
+
+One parameter at a time is read, cast and laid out for the kernels, so that the peak is the weights and the
+parameters in work.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import quickturn_kernels
+import torch
+from quickturn_kernels import LinearWeight, prepare_linear
+
+from quickturn.loading.source import LoadError, TensorSource
+from quickturn.parallel.weights import WeightSpec
+
+Progress = Callable[[int, int], None]
+"""Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
+
+_NAMED = 5
+_BUFFERS = (".rotary_emb.inv_freq",)
+"""Endings of tensors in old checkpoints that aren't weights."""
+
+
+def load_parameters(
+    specs: Sequence[WeightSpec],
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor | LinearWeight]:
+    """Every parameter of `specs` on `device`, by name. Raises LoadError if `source` and `specs` don't match.
+
+    A checkpoint tensor that two specs name (a tied head) is read once; they share it if the layout allows.
+    """
+    check_names(specs, source.shapes())
+    first_use: dict[str, WeightSpec] = {}
+    for spec in specs:
+        for segment in spec.segments:
+            first_use.setdefault(segment.tensor, spec)
+    own = [spec for spec in specs if all(first_use[segment.tensor] is spec for segment in spec.segments)]
+    tied = [spec for spec in specs if spec not in own]
+    total = sum(_elements(spec) for spec in specs)
+
+    def load(spec: WeightSpec) -> torch.Tensor | LinearWeight:
+        tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+        row = 0
+        for segment in spec.segments:
+            source.read_into(segment.tensor, tensor[row : row + segment.rows])
+            row += segment.rows
+        return prepare_linear(tensor) if spec.use == "linear" else tensor
+
+    quickturn_kernels.load()  # here, so that no two threads import the same tier
+    parameters: dict[str, torch.Tensor | LinearWeight] = {}
+    done = 0
+    with ThreadPoolExecutor(_workers(device), "load") as pool:
+        for spec, parameter in zip(own, pool.map(load, own), strict=True):
+            parameters[spec.name] = parameter
+            done += _elements(spec)
+            if progress is not None:
+                progress(done, total)
+    for spec in tied:
+        table = parameters[first_use[spec.segments[0].tensor].name]
+        if len(spec.segments) > 1 or not isinstance(table, torch.Tensor):
+            raise LoadError(f"{spec.name} is tied to a weight that can't be shared")
+        parameters[spec.name] = prepare_linear(table) if spec.use == "linear" else table
+    if progress is not None:
+        progress(total, total)
+    return parameters
+
+
+def check_names(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises LoadError naming what is missing, has another shape than declared, or has no place in the model."""
+    wanted = {
+        segment.tensor: (segment.rows,) if spec.columns is None else (segment.rows, spec.columns)
+        for spec in specs
+        for segment in spec.segments
+    }
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        raise LoadError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {_some(missing)}")
+    unlike = [
+        f"{name} is {list(shapes[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if shapes[name] != shape
+    ]
+    if unlike:
+        raise LoadError(
+            f"{len(unlike)} tensors don't have the shape that the config implies: {_some(unlike)}"
+        )
+    extra = [
+        name
+        for name in shapes
+        if name not in wanted and not name.endswith(_BUFFERS) and name != "lm_head.weight"
+    ]
+    if extra:
+        raise LoadError(
+            f"the checkpoint has {len(extra)} tensors that this architecture has no place for: {_some(extra)}"
+        )
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
+
+
+def _elements(spec: WeightSpec) -> int:
+    return torch.Size(spec.shape).numel()
+
+
+def _workers(device: torch.device) -> int:
+    return min(4, os.cpu_count() or 1)

@@ -1,0 +1,23 @@
+"""What a loader must be able to do, whatever the file format."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+
+class LoadError(ValueError):
+    """A model that can't be loaded; the message says what is wrong and what would help."""
+
+
+class TensorSource(Protocol):
+    """Named tensors, under the names that Hugging Face checkpoints use."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Write tensor `name` to `out`, of its shape, casting to the dtype and moving to the device of `out`.
+
+        May be called by several threads at once.
+        """

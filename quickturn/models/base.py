@@ -1,0 +1,127 @@
+"""What every model is: a declared architecture, and the program of steps made from it and its weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quickturn.cache.layout import CacheGroup
+from quickturn.layers.forward import ForwardBatch
+from quickturn.layers.rotary import Rotary, cos_sin_table
+from quickturn.models.declare import Attend, Declaration, Embed, Head, Materials, Norm, Parameter
+from quickturn.parallel.placement import Run, Step, conversions
+from quickturn.parallel.weights import WeightSpec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only model as its file declares it; no tensor in it.
+
+    `max_positions` is the longest context the checkpoint is meant for, in tokens.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    embed: Embed
+    layers: tuple[tuple[Declaration, ...], ...]
+    norm: Norm
+    head: Head
+
+    def declarations(self) -> tuple[Declaration, ...]:
+        """Every step in the order of execution."""
+        inner = (declaration for layer in self.layers for declaration in layer)
+        return (self.embed, *inner, self.norm, self.head)
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """Every parameter."""
+        return tuple(spec for declaration in self.declarations() for spec in declaration.weights())
+
+    def attention(self) -> tuple[Attend, ...]:
+        """The attention of each decoder layer."""
+        return tuple(step for layer in self.layers for step in layer if isinstance(step, Attend))
+
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers grouped by cache shape and window, full attention first, then in the order of their first
+        layer.
+        """
+        members: dict[tuple[int, int, int], list[int]] = {}
+        for step in self.attention():
+            members.setdefault((step.window, step.kv_heads, step.head_dim), []).append(step.layer)
+        keys = sorted(members, key=lambda key: (key[0] > 0, members[key][0]))
+        return tuple(
+            CacheGroup(
+                "window" if window else "full",
+                tuple(members[window, kv_heads, head_dim]),
+                kv_heads,
+                head_dim,
+                window,
+            )
+            for window, kv_heads, head_dim in keys
+        )
+
+
+class Model:
+    """A model that can run: the steps of an architecture, holding their weights."""
+
+    def __init__(self, architecture: Architecture, steps: tuple[Step, ...], tail: int) -> None:
+        """`tail` is the index of the first step that only the sampled tokens need."""
+        self.architecture = architecture
+        self.steps = steps
+        self._embed: Run = steps[0].run
+        self._body: tuple[Run, ...] = tuple(step.run for step in steps[1:tail])
+        self._tail: tuple[Run, ...] = tuple(step.run for step in steps[tail:])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return self.architecture.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context in tokens that the checkpoint is meant for."""
+        return self.architecture.max_positions
+
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The cache that the model needs; `ForwardBatch` tables are in this order."""
+        return self.architecture.cache_groups()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Writes the batch's keys and values to the cache and returns float32 logits `[S, V]` of
+        `batch.sample_rows`.
+
+        Nothing is read back to the host, so that a CUDA graph can record it.
+        """
+        ids = batch.token_ids
+        residual = self._embed(ids, ids, batch)
+        x = residual
+        for run in self._body:
+            x = run(x, residual, batch)
+        rows = batch.sample_rows
+        if rows.shape[0] == 0:
+            return torch.empty((0, self.vocab_size), dtype=torch.float32, device=x.device)
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        for run in self._tail:
+            x = run(x, residual, batch)
+        return x
+
+
+def build(
+    architecture: Architecture, parameters: Mapping[str, Parameter], positions: int, device: torch.device
+) -> Model:
+    """The model of `architecture` with `parameters` by the names of its weight specs, for contexts up to
+    `positions`.
+
+    Raises PlacementError if two neighbouring steps don't fit together.
+    """
+    rotary: dict[Rotary, torch.Tensor] = {}
+    for attend in architecture.attention():
+        if attend.rotary not in rotary:
+            rotary[attend.rotary] = cos_sin_table(attend.rotary, positions, device)
+    materials = Materials(parameters, rotary)
+    declarations = architecture.declarations()
+    steps = tuple(declaration.step(materials) for declaration in declarations)
+    conversions(steps)
+    last_attention = max(i for i, declaration in enumerate(declarations) if isinstance(declaration, Attend))
+    return Model(architecture, steps, last_attention + 1)

@@ -1,0 +1,60 @@
+"""The pieces that llama-shaped decoders share: fused projections, attention, and the frame around the layers."""
+
+from collections.abc import Callable
+
+from quickturn.models.base import Architecture
+from quickturn.models.config import DecoderShape
+from quickturn.models.declare import Attend, Column, Declaration, Embed, Head, Norm, Part
+
+
+def qkv_proj(attn: str, shape: DecoderShape, bias: bool) -> Column:
+    """The maps to queries, keys and values of module `attn` as one."""
+    dim = shape.head_dim
+    parts = (
+        Part(f"{attn}.q_proj", shape.heads * dim, dim),
+        Part(f"{attn}.k_proj", shape.kv_heads * dim, dim),
+        Part(f"{attn}.v_proj", shape.kv_heads * dim, dim),
+    )
+    return Column(f"{attn}.qkv_proj", "attn", shape.hidden, parts, bias)
+
+
+def attend(attn: str, shape: DecoderShape, layer: int, norms: tuple[str, str] | None = None) -> Attend:
+    """Attention of decoder layer `layer`, under module `attn`."""
+    return Attend(
+        f"{attn}.attend",
+        layer=layer,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rotary=shape.rotary,
+        window=shape.windows[layer],
+        norms=norms,
+        eps=shape.eps,
+    )
+
+
+def gate_up_proj(mlp: str, shape: DecoderShape, bias: bool) -> Column:
+    """The gate and up maps of module `mlp` as one."""
+    parts = (Part(f"{mlp}.gate_proj", shape.intermediate), Part(f"{mlp}.up_proj", shape.intermediate))
+    return Column(f"{mlp}.gate_up_proj", "dense", shape.hidden, parts, bias)
+
+
+def decoder(
+    family: str, shape: DecoderShape, decoder_layer: Callable[[int], tuple[Declaration, ...]]
+) -> Architecture:
+    """Embedding, layers, last norm and head, under the module names that Hugging Face checkpoints use."""
+    return Architecture(
+        family=family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        max_positions=shape.max_positions,
+        embed=Embed("model.embed_tokens", shape.vocab, shape.hidden),
+        layers=tuple(decoder_layer(index) for index in range(shape.layers)),
+        norm=Norm("model.norm", shape.hidden, shape.eps, "vocab"),
+        head=Head(
+            "lm_head",
+            shape.vocab,
+            shape.hidden,
+            "model.embed_tokens.weight" if shape.tied else "lm_head.weight",
+        ),
+    )

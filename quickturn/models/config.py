@@ -1,0 +1,189 @@
+"""Reading a Hugging Face `config.json` (transformers 4 and 5 spellings) into what dense decoders share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quickturn.layers.rotary import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    Scaling,
+    Unscaled,
+    YarnScaling,
+    yarn_attention_factor,
+)
+
+HfConfig = Mapping[str, Any]
+
+
+class UnsupportedModelError(ValueError):
+    """A model, or an option of one, that isn't built here."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a dense decoder. `windows`: tokens that each layer sees back, 0 for all."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    max_positions: int
+    tied: bool
+    rotary: Rotary
+    windows: tuple[int, ...]
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+def decoder_shape(
+    hf: HfConfig,
+    *,
+    head_dim: int | None = None,
+    default_eps: float = 1e-6,
+    windows: tuple[int, ...] | None = None,
+) -> DecoderShape:
+    """The shape stated by `hf`. `head_dim` is the family's default where it isn't `hidden_size / heads`.
+
+    Raises UnsupportedModelError for options that need what isn't built, ValueError for sizes that don't fit
+    together.
+    """
+    _refuse_unsupported(hf)
+    missing = [key for key in _SIZES if hf.get(key) is None]
+    if missing:
+        raise ValueError(f"the model's config lacks {', '.join(missing)}")
+    heads = int(hf["num_attention_heads"])
+    kv_heads = int(hf.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    dim = int(hf.get("head_dim") or head_dim or int(hf["hidden_size"]) // heads)
+    layers = int(hf["num_hidden_layers"])
+    rotary, max_positions = rotary_of(hf, dim)
+    return DecoderShape(
+        vocab=int(hf["vocab_size"]),
+        hidden=int(hf["hidden_size"]),
+        intermediate=int(hf["intermediate_size"]),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        eps=float(hf.get("rms_norm_eps", default_eps)),
+        max_positions=max_positions,
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        rotary=rotary,
+        windows=windows or (0,) * layers,
+    )
+
+
+def _refuse_unsupported(hf: HfConfig) -> None:
+    activation = hf.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported, only 'silu'")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if (hf.get(key) or 0) > 1:
+            raise UnsupportedModelError(
+                f"mixture-of-experts layers ({key}={hf[key]}) are not supported for this family"
+            )
+    quantization = hf.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"checkpoints quantised with {method!r} are not supported; use a bf16, f16 or f32 checkpoint or a GGUF file"
+        )
+
+
+def window_layers(hf: HfConfig) -> tuple[int, ...]:
+    """Windows of each layer from Qwen's keys: `layer_types`, or `use_sliding_window` with
+    `max_window_layers`.
+    """
+    layers = int(hf.get("num_hidden_layers") or 0)
+    window = int(hf.get("sliding_window", 4096) or 0) if hf.get("use_sliding_window", False) else 0
+    types = hf.get("layer_types")
+    if types is None:
+        first = int(hf.get("max_window_layers", 28))
+        return tuple(window if index >= first else 0 for index in range(layers))
+    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModelError(f"layer_types {', '.join(unknown)} are not supported for this family")
+    if len(types) != layers:
+        raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
+    if "sliding_attention" in types and not window:
+        raise ValueError(
+            "layer_types names sliding_attention, but use_sliding_window or sliding_window is not set"
+        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def rotary_of(hf: HfConfig, head_dim: int) -> tuple[Rotary, int]:
+    """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`, and
+    the longest context.
+
+    YaRN checkpoints keep the trained length in `max_position_embeddings`; theirs is `factor` times the
+    original length.
+    """
+    given: dict[str, Any] = dict(hf.get("rope_parameters") or {})
+    given.update(hf.get("rope_scaling") or {})
+    theta = float(given.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    kind = given.get("rope_type") or given.get("type") or "default"
+    share = float(given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
+    trained = int(hf["max_position_embeddings"])
+    original = int(
+        given.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings") or trained
+    )
+    scaling: Scaling
+    longest = trained
+    try:
+        match kind:
+            # dynamic NTK equals the trained frequencies up to the trained length, and no context here is longer
+            case "default" | "dynamic":
+                scaling = Unscaled()
+            case "linear":
+                scaling = LinearScaling(float(given["factor"]))
+            case "llama3":
+                scaling = Llama3Scaling(
+                    factor=float(given["factor"]),
+                    low_freq_factor=float(given["low_freq_factor"]),
+                    high_freq_factor=float(given["high_freq_factor"]),
+                    original_positions=original,
+                )
+            case "yarn":
+                scaling = _yarn(given, original, trained)
+                longest = max(trained, int(original * scaling.factor))
+            case "factors":
+                scaling = FactorScaling(tuple(float(factor) for factor in given["factors"]))
+            case _:
+                raise UnsupportedModelError(
+                    f"rope_type {kind!r} is not supported; supported are default, dynamic, linear, llama3 and yarn"
+                )
+    except KeyError as error:
+        raise ValueError(f"rope_type {kind!r} needs {error.args[0]!r} in the model's config") from error
+    return Rotary(int(head_dim * share), theta, scaling), longest
+
+
+def _yarn(given: Mapping[str, Any], original: int, trained: int) -> YarnScaling:
+    factor = float(given.get("factor") or trained / original)
+    attention = given.get("attention_factor")
+    if attention is None:
+        attention = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        attention_factor=float(attention),
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+    )
