@@ -1,0 +1,1 @@
+"""The `quickturn` command."""

@@ -1,0 +1,1 @@
+"""HTTP: the APIs that agents speak, in front of an engine process."""

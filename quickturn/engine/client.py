@@ -1,0 +1,321 @@
+"""The asyncio side of an engine process: start it, send requests, stream what comes back, and notice at once
+when it dies."""
+
+import asyncio
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quickturn.config import EngineConfig
+from quickturn.engine.messages import (
+    AddRequest,
+    AskStats,
+    CancelRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    LoadProgress,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+    TokenOutput,
+    decode_from_engine,
+    encode,
+)
+from quickturn.engine.process import DEFAULT_CORE, Launch
+from quickturn.sampling_params import SamplingParams
+
+_LAST_WORDS_S = 0.2
+_SHUTDOWN_S = 5.0
+_HEARTBEAT_S = 5.0
+
+log = logging.getLogger("quickturn.client")
+
+
+class EngineDied(RuntimeError):
+    """The engine process is gone, or never came up; the text is the engine's own message where it left
+    one."""
+
+
+class RequestStream(AsyncIterator[TokenOutput]):
+    """The outputs of one request, in order; ends after the one with a `finish`.
+
+    Raises EngineDied when the engine process dies meanwhile.
+    """
+
+    def __init__(self, client: "EngineClient", request_id: int) -> None:
+        self.id = request_id
+        self._client = client
+        self._outputs: deque[TokenOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: str | None = None
+        self.ended = False
+        """Nothing more comes: the request finished, failed, or was cancelled from this side."""
+
+    async def __anext__(self) -> TokenOutput:
+        """The next output, waiting for it if need be."""
+        while not self._outputs:
+            if self._failure is not None:
+                raise EngineDied(self._failure)
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+    def cancel(self, finished: bool = False) -> None:
+        """Tell the engine to stop this request; without effect once it has ended. `finished`: it was a good
+        answer."""
+        if not self.ended:
+            self._end()
+            self._client._cancel(self.id, finished)
+
+    def _put(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        if output.finish:
+            self._end()
+        else:
+            self._wake()
+
+    def _fail(self, message: str) -> None:
+        self._failure = message
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineClient:
+    """Owns one engine process. Use from one event loop: `start`, then `submit` as often as needed, `close` at
+    the end."""
+
+    def __init__(self, config: EngineConfig, core: str = DEFAULT_CORE, log_level: str = "INFO") -> None:
+        self.config = config
+        self.failure: str | None = None
+        """Why the engine can't serve any more; None while it can."""
+        self.ready: EngineReady | None = None
+        self.last_stats: EngineStats = EngineStats({})
+        self._launch = (core, log_level)
+        self._streams: dict[int, RequestStream] = {}
+        self._next_id = 0
+        self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._on_progress: Callable[[LoadProgress], None] | None = None
+        self._asked_at: float | None = None
+        self._closing = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self, progress: Callable[[LoadProgress], None] | None = None) -> EngineReady:
+        """Start the process and wait until it serves; `progress` is called as the start proceeds.
+
+        Raises EngineDied with the engine's own message when it can't start.
+        """
+        loop = asyncio.get_running_loop()
+        self._on_progress = progress
+        self._folder = Path(tempfile.mkdtemp(prefix="quickturn-"))
+        endpoint = f"ipc://{self._folder}/engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.set(option, 0)
+        self._socket.bind(endpoint)
+        self._started: asyncio.Future[EngineReady] = loop.create_future()
+        self._exited = asyncio.Event()
+        self._process = _spawn(Launch(endpoint, self._launch[0], self.config, self._launch[1]))
+        threading.Thread(target=self._watch, args=(self._process, loop), daemon=True).start()
+        self._tasks = {
+            loop.create_task(self._listen()),
+            loop.create_task(self._end_with_process(self._process)),
+        }
+        try:
+            self.ready = await self._started
+        except BaseException:
+            await self.close()
+            raise
+        self._tasks.add(loop.create_task(self._heartbeat()))
+        return self.ready
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id; 0 before the start."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def open_requests(self) -> int:
+        """How many requests have not ended."""
+        return len(self._streams)
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the engine has owed an answer; 0 when it owes none."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def submit(
+        self,
+        tokens: bytes,
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        session: str = "",
+        cache_salt: str = "",
+        deadline: float | None = None,
+    ) -> RequestStream:
+        """Start a request over `tokens` (int32 little-endian). Raises EngineDied when there is no engine to
+        take it."""
+        if self.failure is not None:
+            raise EngineDied(self.failure)
+        self._next_id += 1
+        stream = RequestStream(self, self._next_id)
+        self._streams[stream.id] = stream
+        self._send(
+            AddRequest(
+                id=stream.id,
+                tokens=tokens,
+                sampling=sampling,
+                arrival=time.monotonic(),
+                priority=priority,
+                session=session,
+                cache_salt=cache_salt,
+                deadline=deadline,
+            )
+        )
+        return stream
+
+    async def stats(self, timeout: float = 1.0) -> EngineStats:
+        """The engine's counters; the last known ones when it doesn't answer in `timeout` seconds (a long
+        step, a dead engine)."""
+        if self.failure is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._stats_waiters.append(waiter)
+            self._ask()
+            await asyncio.wait({waiter}, timeout=timeout)
+        return self.last_stats
+
+    async def close(self) -> None:
+        """End the process (killed if it doesn't leave within seconds), and every open request with it."""
+        if self._closing or self._process is None:
+            return
+        self._closing = True
+        self._fail("the engine was shut down")
+        self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self._exited.wait(), _SHUTDOWN_S if self.ready is not None else 0.0)
+        except TimeoutError:
+            self._process.kill()
+            await self._exited.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, message: ToEngine) -> None:
+        # With no high-water mark a send never waits, so its future needs no one to await it.
+        self._socket.send(encode(message))
+
+    def _cancel(self, request_id: int, finished: bool) -> None:
+        self._streams.pop(request_id, None)
+        if self.failure is None:
+            self._send(CancelRequest(request_id, finished))
+
+    def _ask(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        self._send(AskStats())
+
+    async def _heartbeat(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if self._asked_at is None:
+                self._ask()
+
+    async def _listen(self) -> None:
+        while True:
+            message = decode_from_engine(await self._socket.recv())
+            if isinstance(message, StepOutput):
+                for output in message.outputs:
+                    self._deliver(output)
+            elif isinstance(message, EngineStats):
+                self._take_stats(message)
+            elif isinstance(message, LoadProgress):
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            elif isinstance(message, EngineFailed):
+                self._fail(message.message)
+            elif not self._started.done():
+                self._started.set_result(message)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.id)
+        if stream is None:
+            return
+        if output.finish:
+            del self._streams[output.id]
+        stream._put(output)
+
+    def _take_stats(self, stats: EngineStats) -> None:
+        self.last_stats = stats
+        self._asked_at = None
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_result(stats)
+        self._stats_waiters.clear()
+
+    def _fail(self, message: str) -> None:
+        if self.failure is not None:
+            return
+        self.failure = message
+        if not self._closing:
+            log.error("%s; %d open requests end with an error", message, len(self._streams))
+        for stream in self._streams.values():
+            stream._fail(message)
+        self._streams.clear()
+        if not self._started.done():
+            self._started.set_exception(EngineDied(message))
+
+    def _watch(self, process: "subprocess.Popen[bytes]", loop: asyncio.AbstractEventLoop) -> None:
+        process.wait()
+        try:
+            loop.call_soon_threadsafe(self._exited.set)
+        except RuntimeError:
+            log.debug("the event loop was closed before the engine ended")
+
+    async def _end_with_process(self, process: "subprocess.Popen[bytes]") -> None:
+        await self._exited.wait()
+        if self.failure is None:
+            # A process that leaves by itself says why first; its message may still be in the socket.
+            await asyncio.sleep(_LAST_WORDS_S)
+        self._fail(f"the engine process ended unexpectedly ({_how(process.returncode)})")
+
+
+def _spawn(launch: Launch) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-m", "quickturn.engine.process"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(launch) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _how(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

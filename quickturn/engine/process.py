@@ -1,0 +1,178 @@
+"""The engine process: an `EngineCore` behind a ZeroMQ socket, started by `EngineClient` and ended with it.
+
+The parent writes one line of JSON (`Launch`) to this process's standard input and keeps the pipe open. The
+pipe's end means that the parent is gone, however it went, and ends this process.
+"""
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from quickturn.config import EngineConfig
+from quickturn.engine.messages import (
+    AddRequest,
+    AskStats,
+    CancelRequest,
+    EngineFailed,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    LoadProgress,
+    Shutdown,
+    StepOutput,
+    TokenOutput,
+    decode_to_engine,
+    encode,
+)
+
+DEFAULT_CORE = "quickturn.engine.core:EngineCore"
+_LINGER_MS = 1000
+
+log = logging.getLogger("quickturn.engine")
+
+
+class Core(Protocol):
+    """What the loop needs of an engine core; built as `Core(config, progress=callable)`."""
+
+    def ready(self) -> EngineReady:
+        """The facts of the started engine."""
+
+    def add(self, request: AddRequest) -> None:
+        """Take a request; ValueError refuses it."""
+
+    def cancel(self, request: CancelRequest) -> None:
+        """Stop a request; unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` would get on with something."""
+
+    def step(self) -> StepOutput:
+        """Run one step."""
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """All that a new engine process is told: where to report, which core to run (`module:class`), and its
+    configuration."""
+
+    endpoint: str
+    core: str
+    config: EngineConfig
+    log_level: str = "INFO"
+
+
+class Loop:
+    """Answers messages between steps, runs steps while there is work, and sleeps in the socket when there is
+    none."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._sending = threading.Lock()
+
+    def send(self, message: FromEngine) -> None:
+        """Queue `message` for the parent. Loaders report progress from their own threads, hence the lock."""
+        with self._sending:
+            self._socket.send(encode(message))
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Report how far the start has come."""
+        self.send(LoadProgress(stage, done, total))
+
+    def run(self, core: Core) -> None:
+        """Serve until told to shut down. Whatever a step raises ends the loop."""
+        while True:
+            if not core.has_work():
+                self._socket.poll()
+            while self._socket.poll(0):
+                message = decode_to_engine(self._socket.recv())
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(core, message)
+            if core.has_work():
+                output = core.step()
+                if output.outputs:
+                    self.send(output)
+
+    def _handle(self, core: Core, message: AddRequest | CancelRequest | AskStats) -> None:
+        if isinstance(message, AddRequest):
+            try:
+                core.add(message)
+            except ValueError as error:
+                self.send(StepOutput([TokenOutput(message.id, [], finish="error", error=str(error))]))
+        elif isinstance(message, CancelRequest):
+            core.cancel(message)
+        else:
+            self.send(core.stats())
+
+
+def load_core(path: str) -> Callable[..., Core]:
+    """The class that `module:class` names."""
+    module, _, name = path.partition(":")
+    core: Any = getattr(importlib.import_module(module), name)
+    return core  # type: ignore[no-any-return]
+
+
+def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
+    """Build the core, report, run. Returns the process's exit status."""
+    loop = Loop(socket)
+    try:
+        core = load_core(launch.core)(launch.config, progress=loop.progress)
+        loop.send(core.ready())
+        gc.collect()
+        gc.freeze()
+        loop.run(core)
+        core.close()
+    except Exception as error:
+        log.exception("the engine stops")
+        expected = isinstance(error, ValueError | OSError | ImportError | MemoryError)
+        loop.send(EngineFailed(str(error) if expected and str(error) else f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Entry of the process."""
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Signals of a terminal or a supervisor reach every process of the group; the parent decides when to
+    # leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        level=launch.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, _LINGER_MS)
+    socket.connect(launch.endpoint)
+    status = serve(launch, socket)
+    socket.close()
+    context.term()
+    sys.exit(status)
+
+
+def _end_with_parent() -> None:
+    # Not sys.stdin: its lock, held by a waiting daemon thread, would abort the interpreter's normal exit.
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

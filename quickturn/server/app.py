@@ -1,0 +1,66 @@
+"""The HTTP application: which path goes where, and how errors leave."""
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quickturn.server.errors import ApiError
+from quickturn.server.gate import Gate
+from quickturn.server.openai_chat import chat_completions
+from quickturn.server.openai_completions import completions
+from quickturn.server.state import ServerState
+from quickturn.server.status_pages import health, live, metrics, models
+from quickturn.server.streaming import ClientGone
+
+log = logging.getLogger("quickturn.server")
+
+ROUTES = [
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{model:path}", models, methods=["GET"]),
+    Route("/health", health, methods=["GET"]),
+    Route("/health/live", live, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+]
+
+
+def build_app(state: ServerState) -> Starlette:
+    """The application over one engine. Its endpoints find `state` as `app.state.server`."""
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[Middleware(Gate, state=state, paths=frozenset(route.path for route in ROUTES))],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_exception,
+            ClientGone: _client_gone,
+            Exception: _unexpected,
+        },
+    )
+    app.state.server = state
+    return app
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = {404: f"there is no path {request.url.path}", 405: f"{request.method} is not allowed here"}
+    return ApiError(error.status_code, message.get(error.status_code, error.detail)).response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details", kind="server_error").response()

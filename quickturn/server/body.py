@@ -1,0 +1,32 @@
+"""Reads and decodes a request's body within bounds."""
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from quickturn.server.errors import ApiError, from_validation
+from quickturn.server.streaming import ClientGone
+
+Body = TypeVar("Body")
+
+
+async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", limit: int) -> Body:
+    """The body as `decoder`'s type. Raises ApiError 413 beyond `limit` bytes and 400 naming the field that is
+    wrong."""
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    try:
+        return decoder.decode(b"".join(chunks))
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise from_validation(error) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body can't be read: {error}", code="invalid_body") from error

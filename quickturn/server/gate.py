@@ -1,0 +1,66 @@
+"""The door in front of every `/v1` path: keys, draining, a dead engine, and the count of what is under
+way."""
+
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quickturn.server.errors import ApiError, unavailable
+from quickturn.server.state import ServerState
+
+_UNKNOWN_PATH = "other"
+
+
+class Gate:
+    """ASGI middleware. Health and metrics pass freely; `/v1` needs a key if any is configured."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, paths: frozenset[str]) -> None:
+        self._app = app
+        self._state = state
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer with the reason why not."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = str(scope["path"])
+        status = 499
+
+        async def count_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        guarded = path.startswith("/v1/")
+        self._state.active += guarded
+        try:
+            if guarded:
+                self._check(scope)
+            await self._app(scope, receive, count_status)
+        except ApiError as error:
+            await error.response()(scope, receive, count_status)
+        finally:
+            self._state.active -= guarded
+            label = path if path in self._paths else _UNKNOWN_PATH
+            self._state.metrics.http_requests.labels(label, str(status)).inc()
+
+    def _check(self, scope: Scope) -> None:
+        if self._state.api_keys and not self._authorised(scope):
+            raise ApiError(
+                401,
+                "a valid API key is needed: send `Authorization: Bearer KEY`",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        if scope["method"] == "POST" and (trouble := self._state.trouble()) is not None:
+            raise unavailable(trouble)
+
+    def _authorised(self, scope: Scope) -> bool:
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = key.strip() if scheme.lower() == b"bearer" else b""
+        # Compare with every key, each in constant time, so that timing says nothing.
+        matches = [hmac.compare_digest(given, known.encode()) for known in self._state.api_keys]
+        return any(matches)

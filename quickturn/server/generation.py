@@ -1,0 +1,194 @@
+"""One or several answers to one HTTP request: submitted together, read as text, cancelled together."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from quickturn.engine.client import EngineDied, RequestStream
+from quickturn.engine.messages import TokenLogprobs, TokenOutput
+from quickturn.sampling_params import SamplingParams
+from quickturn.server.errors import ApiError, unavailable
+from quickturn.server.state import ServerState
+from quickturn.text.detokenizer import Detokenizer
+from quickturn.text.tokenizer import pack_tokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of one prompt, and the sampling of each of its choices."""
+
+    tokens: Sequence[int]
+    sampling: Sequence[SamplingParams]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the engine's scheduler and cache are told about a request beside its tokens."""
+
+    session: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """News of one choice: visible text, its tokens, their log probabilities, and the reason of the end (''
+    before it)."""
+
+    index: int
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish: str
+
+
+@dataclass
+class Usage:
+    """Token counts of one HTTP request, for its `usage` object. `cached`: prompt tokens that were not
+    computed again."""
+
+    prompt: int
+    completion: int = 0
+    cached: int = 0
+
+
+@dataclass
+class Generation:
+    """All choices of one HTTP request. Iterate `pieces` to the end, or call `cancel`."""
+
+    state: ServerState
+    prompts: Sequence[Prompt]
+    routing: Routing = field(default_factory=Routing)
+    skip_special: bool = True
+
+    def __post_init__(self) -> None:
+        """Submit every choice to the engine. Raises ApiError 503 when there is none."""
+        self.usage = Usage(prompt=sum(len(prompt.tokens) for prompt in self.prompts))
+        self._arrival = time.monotonic()
+        self._streams: list[RequestStream] = []
+        self._detokenizers: list[Detokenizer] = []
+        self._cached: dict[int, int] = {}
+        for number, prompt in enumerate(self.prompts):
+            packed = pack_tokens(prompt.tokens)
+            for sampling in prompt.sampling:
+                self._submit(number, packed, sampling)
+        self.state.metrics.prompt_tokens.inc(self.usage.prompt)
+
+    @property
+    def choices(self) -> int:
+        """How many answers there will be; choice i belongs to prompt i // (choices per prompt)."""
+        return len(self._streams)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The news of all choices as they come. Raises ApiError when the engine refuses or dies; cancels what
+        is left when closed."""
+        try:
+            if len(self._streams) == 1:
+                async for piece in self._choice(0):
+                    yield piece
+            else:
+                async for piece in self._merged():
+                    yield piece
+        except EngineDied as error:
+            raise unavailable(str(error)) from error
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stop every choice that still runs; the engine frees what they hold within a step."""
+        for stream in self._streams:
+            if not stream.ended:
+                self.state.metrics.finished.labels("aborted").inc()
+                stream.cancel()
+
+    def _submit(self, number: int, packed: bytes, sampling: SamplingParams) -> None:
+        try:
+            stream = self.state.engine.submit(
+                packed,
+                sampling,
+                priority=self.routing.priority,
+                session=self.routing.session,
+                cache_salt=self.routing.cache_salt,
+            )
+        except EngineDied as error:
+            raise unavailable(str(error)) from error
+        self._streams.append(stream)
+        self._detokenizers.append(Detokenizer(self.state.tokenizer, sampling, self.skip_special))
+
+    async def _choice(self, index: int) -> AsyncGenerator[Piece, None]:
+        stream, detokenizer = self._streams[index], self._detokenizers[index]
+        last = 0.0
+        async for output in stream:
+            if output.finish in ("error", "cancelled", "timeout"):
+                raise _ended_badly(output)
+            self._count_cached(index, output)
+            last = self._observe(last, len(output.tokens))
+            delta = detokenizer.push(output.tokens, output.finish)
+            if delta.stopped_here:
+                stream.cancel(finished=True)
+            self.usage.completion += delta.tokens
+            self.state.metrics.answer_tokens.inc(delta.tokens)
+            if delta.finish:
+                self.state.metrics.finished.labels(delta.finish).inc()
+            yield Piece(
+                index=index,
+                text=delta.text,
+                tokens=output.tokens[: delta.tokens],
+                logprobs=(output.logprobs or ())[: delta.tokens],
+                finish=delta.finish,
+            )
+            if delta.finish:
+                return
+
+    async def _merged(self) -> AsyncGenerator[Piece, None]:
+        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async for piece in self._choice(index):
+                    queue.put_nowait(piece)
+                queue.put_nowait(None)
+            except (ApiError, EngineDied) as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._streams))]
+        try:
+            running = len(tasks)
+            while running:
+                news = await queue.get()
+                if news is None:
+                    running -= 1
+                elif isinstance(news, BaseException):
+                    raise news
+                else:
+                    yield news
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _count_cached(self, index: int, output: TokenOutput) -> None:
+        """Of several choices over one prompt the first to report counts: the others' hits are on its own
+        work."""
+        if output.cached_tokens < 0:
+            return
+        number = index * len(self.prompts) // len(self._streams)
+        if number not in self._cached:
+            self._cached[number] = output.cached_tokens
+            self.usage.cached += output.cached_tokens
+            self.state.metrics.cached_tokens.inc(output.cached_tokens)
+
+    def _observe(self, last: float, tokens: int) -> float:
+        now = time.monotonic()
+        if not last:
+            self.state.metrics.first_token.observe(now - self._arrival)
+        elif tokens:
+            self.state.metrics.token_gap.observe((now - last) / tokens)
+        return now
+
+
+def _ended_badly(output: TokenOutput) -> ApiError:
+    if output.finish == "error":
+        return ApiError(400, output.error or "the engine refused the request", code="request_refused")
+    reasons = {"timeout": "the request's deadline passed", "cancelled": "the engine cancelled the request"}
+    return ApiError(500, reasons[output.finish], kind="server_error", code=output.finish)

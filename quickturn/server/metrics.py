@@ -1,0 +1,72 @@
+"""The server's own figures and the engine's, for Prometheus."""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_GAP_BUCKETS = (0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+class Metrics:
+    """One registry per server, so that two servers in one process don't share figures."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector()
+        self._registry.register(self._engine)
+        registry = self._registry
+        self.http_requests = Counter(
+            "quickturn_http_requests",
+            "HTTP requests by path and status",
+            ("path", "status"),
+            registry=registry,
+        )
+        self.finished = Counter(
+            "quickturn_choices_finished", "Answers by the reason of their end", ("reason",), registry=registry
+        )
+        self.prompt_tokens = Counter("quickturn_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.cached_tokens = Counter(
+            "quickturn_cached_prompt_tokens",
+            "Tokens of prompts that were not computed again",
+            registry=registry,
+        )
+        self.answer_tokens = Counter("quickturn_generated_tokens", "Tokens of answers", registry=registry)
+        self.first_token = Histogram(
+            "quickturn_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.token_gap = Histogram(
+            "quickturn_time_between_tokens_seconds",
+            "Between one output of an answer and the next, per token",
+            buckets=_GAP_BUCKETS,
+            registry=registry,
+        )
+        self.active = Gauge("quickturn_http_active", "HTTP requests being answered", registry=registry)
+        self.up = Gauge("quickturn_engine_up", "1 while the engine process serves", registry=registry)
+
+    def render(self, engine: Mapping[str, float], up: bool, active: int) -> bytes:
+        """The page of `/metrics`; `engine` are the engine's own values, by the names that it gives them."""
+        self._engine.values = engine
+        self.up.set(up)
+        self.active.set(active)
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Shows the engine's values as `quickturn_engine_<name>`; names that end in `_total` are counters."""
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, float] = {}
+
+    def collect(self) -> Iterable[Family]:
+        for name, value in sorted(self.values.items()):
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"quickturn_engine_{name}", f"{name} of the engine", value=value)

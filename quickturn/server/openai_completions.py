@@ -1,0 +1,179 @@
+"""`POST /v1/completions`."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickturn.server.body import read_body
+from quickturn.server.errors import invalid, not_supported
+from quickturn.server.fields import (
+    CommonFields,
+    check_refused,
+    choice_count,
+    clamp_max_tokens,
+    sampling_params,
+    seeds,
+)
+from quickturn.server.generation import Generation, Piece, Prompt, Routing
+from quickturn.server.openai_chat import OFF_LOOP_BYTES
+from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
+from quickturn.server.state import ServerState
+from quickturn.server.streaming import DONE, EventStream, event_of, unless_gone
+
+MAX_PROMPTS = 256
+DEFAULT_MAX_TOKENS = 16
+
+_WHY = {
+    "echo": "echo is not supported yet: put the prompt and the answer together on your side",
+    "suffix": "suffix is not supported: the served model completes at the end only",
+    "response_format": "response_format is not supported yet beyond {'type': 'text'}",
+}
+
+
+class CompletionBody(CommonFields, kw_only=True):
+    """The body of a completion; see `CommonFields` for the rest of the fields."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    best_of: int | None = None
+
+    echo: Any = None
+    suffix: Any = None
+    response_format: Any = None
+
+
+_DECODER = msgspec.json.Decoder(CompletionBody)
+
+
+async def completions(request: Request) -> Response:
+    """Continue one or several prompts, streamed or whole."""
+    state: ServerState = request.app.state.server
+    body = await read_body(request, _DECODER, state.limits.body)
+    refused = {"echo": body.echo, "suffix": body.suffix, "response_format": body.response_format}
+    check_refused(refused, {"response_format": ({"type": "text"},), "suffix": ("",)}, _WHY)
+    if body.best_of is not None and body.best_of != choice_count(body):
+        raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")
+    model = state.model_name(body.model)
+    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
+    if size > OFF_LOOP_BYTES:
+        prompts = await unless_gone(request, asyncio.to_thread(_prompts, state, body))
+    else:
+        prompts = _prompts(state, body)
+    routing = Routing(body.prompt_cache_key or "", body.cache_salt or "", body.priority or 0)
+    generation = Generation(state, prompts, routing, skip_special=body.skip_special_tokens is not False)
+    reply = _Reply(state, body, generation, model)
+    if body.stream:
+        return EventStream(reply.events(), state.limits.keepalive, on_end=generation.cancel)
+    try:
+        return Response(await unless_gone(request, reply.whole()), media_type="application/json")
+    finally:
+        generation.cancel()
+
+
+def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
+    count = choice_count(body)
+    logprobs = body.logprobs
+    prompts = []
+    for place, value in _split(body.prompt):
+        tokens = (
+            state.tokenizer.encode(value) if isinstance(value, str) else _checked_ids(state, place, value)
+        )
+        if not tokens:
+            raise invalid(place, f"{place} is empty: give at least one token to go on from")
+        asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        max_tokens = clamp_max_tokens(asked, "max_tokens", len(tokens), place, state.max_context)
+        sampling = sampling_params(body, state.tokenizer, max_tokens, logprobs)
+        prompts.append(Prompt(tokens, seeds(sampling, count)))
+    return prompts
+
+
+def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[Any]]]:
+    """The prompts with their places in the body: a text, a list of token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [("prompt", prompt)]
+    if prompt and isinstance(prompt[0], int):
+        return [("prompt", prompt)]
+    if not prompt or len(prompt) > MAX_PROMPTS:
+        raise invalid("prompt", f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}")
+    for index, value in enumerate(prompt):
+        if not isinstance(value, str | list):
+            raise invalid(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
+    return [(f"prompt[{index}]", value) for index, value in enumerate(prompt)]
+
+
+def _checked_ids(state: ServerState, place: str, ids: list[Any]) -> list[int]:
+    for index, value in enumerate(ids):
+        if type(value) is not int or not 0 <= value < state.vocab_size:
+            raise invalid(
+                f"{place}[{index}]",
+                f"{place}[{index}] must be a token id from 0 to {state.vocab_size - 1}, got {value!r}",
+            )
+    return ids
+
+
+class _Reply:
+    """Writes the answers of one generation as completion objects."""
+
+    def __init__(self, state: ServerState, body: CompletionBody, generation: Generation, model: str) -> None:
+        self._vocabulary = state.tokenizer.vocabulary
+        self._body = body
+        self._generation = generation
+        self._head = {
+            "id": new_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._offsets = [0] * generation.choices
+
+    async def whole(self) -> bytes:
+        """The one JSON object of an answer that isn't streamed."""
+        count = self._generation.choices
+        collected: list[list[Piece]] = [[] for _ in range(count)]
+        async with aclosing(self._generation.pieces()) as pieces:
+            async for piece in pieces:
+                collected[piece.index].append(piece)
+        choices = [self._choice(_joined(index, collected[index])) for index in range(count)]
+        return msgspec.json.encode(
+            {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer: text as it comes, usage if asked for, `[DONE]`."""
+        usage = {"usage": None} if self._body.wants_usage else {}
+        async with aclosing(self._generation.pieces()) as pieces:
+            async for piece in pieces:
+                if piece.text or piece.logprobs or piece.finish:
+                    yield event_of({**self._head, "choices": [self._choice(piece)], **usage})
+        if self._body.wants_usage:
+            yield event_of({**self._head, "choices": [], "usage": usage_object(self._generation.usage)})
+        yield DONE
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            offset = self._offsets[piece.index]
+            logprobs = completion_logprobs(self._vocabulary, piece.tokens, piece.logprobs, offset)
+            self._offsets[piece.index] += sum(len(text) for text in logprobs["tokens"])
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish or None,
+        }
+
+
+def _joined(index: int, pieces: list[Piece]) -> Piece:
+    return Piece(
+        index=index,
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        logprobs=[entry for piece in pieces for entry in piece.logprobs],
+        finish=pieces[-1].finish if pieces else "",
+    )

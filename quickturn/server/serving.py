@@ -1,0 +1,157 @@
+"""Runs the HTTP server around an engine process, from the first progress report to the last answered
+request."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from quickturn.config import EngineConfig
+from quickturn.engine.client import EngineClient
+from quickturn.engine.messages import EngineReady, LoadProgress
+from quickturn.engine.process import DEFAULT_CORE
+from quickturn.server.app import build_app
+from quickturn.server.state import Limits, ServerState
+from quickturn.text.chat_template import ChatTemplate
+from quickturn.text.model_files import display_name
+from quickturn.text.tokenizer import load_tokenizer
+
+_POLL_S = 0.05
+_GRACE_S = 2
+
+log = logging.getLogger("quickturn.server")
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """How to serve. `shutdown_timeout`: seconds that running requests get after SIGTERM."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: frozenset[str] = frozenset()
+    shutdown_timeout: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+    core: str = DEFAULT_CORE
+    log_level: str = "info"
+
+
+async def start_state(
+    engine_config: EngineConfig, config: ServeConfig, progress: Callable[[LoadProgress], None] | None = None
+) -> ServerState:
+    """Start the engine process, load the text side meanwhile, and put both together.
+
+    Raises EngineDied or ValueError with a message for the user when either can't be had.
+    """
+    engine = EngineClient(engine_config, config.core, config.log_level.upper())
+    started = asyncio.create_task(engine.start(progress))
+    text = asyncio.create_task(asyncio.to_thread(load_tokenizer, engine_config.model))
+    try:
+        both: set[asyncio.Task[Any]] = {started, text}
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if text.done():
+            text.result()
+        await started
+        tokenizer = await text
+    except BaseException:
+        started.cancel()
+        await asyncio.gather(started, text, return_exceptions=True)
+        await engine.close()
+        raise
+    name = engine_config.served_model_name or display_name(engine_config.model)
+    template = tokenizer.chat_template
+    return ServerState(
+        engine=engine,
+        tokenizer=tokenizer,
+        template=None if template is None else ChatTemplate(template, tokenizer.special),
+        names=tuple(dict.fromkeys((name, engine_config.model))),
+        api_keys=config.api_keys,
+        limits=config.limits,
+    )
+
+
+async def serve(
+    engine_config: EngineConfig,
+    config: ServeConfig,
+    progress: Callable[[LoadProgress], None] | None = None,
+    on_ready: Callable[[EngineReady, str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; `on_ready` gets the engine's facts and the address when requests are
+    taken.
+
+    The first signal drains: readiness turns 503, new requests are refused, running ones get
+    `shutdown_timeout` seconds. A second one ends everything at once. Raises OSError when the address can't be
+    had, before any model is loaded.
+    """
+    with _bound_socket(config.host, config.port) as sock:
+        state = await start_state(engine_config, config, progress)
+        try:
+            server = _Server(
+                uvicorn.Config(
+                    build_app(state),
+                    log_level=config.log_level,
+                    access_log=False,
+                    lifespan="off",
+                    timeout_graceful_shutdown=_GRACE_S,
+                )
+            )
+            _drain_on_signals(state, server, config.shutdown_timeout)
+            if on_ready is not None and state.engine.ready is not None:
+                host, port = sock.getsockname()[:2]
+                on_ready(state.engine.ready, f"http://{host}:{port}/v1")
+            await server.serve(sockets=[sock])
+        finally:
+            await state.engine.close()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn with its own signal handling off: the first signal must not close the door before requests are
+    drained."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return sock
+
+
+def _drain_on_signals(state: ServerState, server: uvicorn.Server, timeout: float) -> None:
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def on_signal() -> None:
+        if draining:
+            log.warning("second signal: ending now")
+            server.force_exit = server.should_exit = True
+            return
+        state.draining = True
+        draining.append(loop.create_task(_drain(state, server, timeout)))
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, on_signal)
+
+
+async def _drain(state: ServerState, server: uvicorn.Server, timeout: float) -> None:
+    log.info("shutting down: %d requests have up to %g s to finish", state.active, timeout)
+    deadline = asyncio.get_running_loop().time() + timeout
+    while state.active and asyncio.get_running_loop().time() < deadline and not server.should_exit:
+        await asyncio.sleep(_POLL_S)
+    if state.active:
+        log.warning("%d requests did not finish in time", state.active)
+        await state.engine.close()
+    server.should_exit = True

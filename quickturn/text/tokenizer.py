@@ -1,0 +1,235 @@
+"""One model's tokenizer: text to ids and back, its special tokens, and the file or directory that it comes
+from.
+
+Built on the `tokenizers` library alone: `transformers` would cost the server process seconds and a torch
+import at start.
+"""
+
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quickturn.text.gguf_metadata import Value, read_gguf_metadata
+from quickturn.text.gguf_tokenizer import build_gguf_tokenizer, strings_of
+from quickturn.text.model_files import read_json, text_directory
+from quickturn.text.vocabulary import Vocabulary
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+DATA_START, DATA_END = "\U000f0000", "\U000f0001"
+"""Private-use characters around a control token that was found in data, so that it is encoded as plain
+text."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and what a model's files say about its use.
+
+    `special` maps roles such as 'bos_token' to token texts (chat templates read them). `eos_ids` end an
+    answer. `add_bos`: put BOS in front of a plain text; None leaves it to the tokenizer's own post-processor.
+    `sampling_defaults` are the model's recommended temperature, top_p and so on.
+    """
+
+    backend: tokenizers.Tokenizer
+    special: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+    add_bos: bool | None = None
+    chat_template: str | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Bytes and special flags per token id, as detokenising needs them."""
+        return Vocabulary.of(self.backend)
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches the tokens that mean something to the model: special tokens, and added ones that its chat
+        template writes."""
+        template = self.chat_template or ""
+        found = [
+            token.content
+            for token in self.backend.get_added_tokens_decoder().values()
+            if token.special or (token.content.strip() and token.content in template)
+        ]
+        longest_first = sorted(found, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of `text`, in which control tokens are recognised; with what the model wants in front if
+        `add_special`."""
+        if not add_special:
+            return self._ids(text, add_special=False)
+        if self.add_bos is None:
+            return self._ids(text, add_special=True)
+        bos = self.backend.token_to_id(self.special.get("bos_token", "")) if self.add_bos else None
+        ids = self._ids(text, add_special=False)
+        return ids if bos is None else [bos, *ids]
+
+    def mark_data(self, value: Any) -> Any:
+        """`value` (strings in lists and dicts, as deep as they go) with every control token inside a string
+        wrapped in marks.
+
+        Chat templates get marked data; `encode_marked` then knows the template's own markup from what only
+        looks like it.
+        """
+        if isinstance(value, str):
+            clean = value.replace(DATA_START, "").replace(DATA_END, "")
+            return self.control_pattern.sub(rf"{DATA_START}\g<0>{DATA_END}", clean)
+        if isinstance(value, dict):
+            return {key: self.mark_data(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mark_data(item) for item in value]
+        return value
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a rendered chat, segment by segment: marked control tokens are encoded as text, the rest as
+        usual.
+
+        A mark whose partner was cut away by the template's own string methods is dropped.
+        """
+        if DATA_START not in text and DATA_END not in text:
+            return self._ids(text, add_special=False)
+        marked = re.compile(
+            f"{DATA_START}({self.control_pattern.pattern}){DATA_END}|[{DATA_START}{DATA_END}]"
+        )
+        ids: list[int] = []
+        for index, piece in enumerate(marked.split(text)):
+            if piece:
+                ids += self._segment(piece, first=not ids, plain=index % 2 == 1)
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        return self.vocabulary.decode(ids, skip_special)
+
+    def _ids(self, text: str, add_special: bool) -> list[int]:
+        # encode_batch releases the interpreter lock, encode doesn't: a long prompt in a thread must not stall
+        # the streams.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        return ids
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The same tokenizer without added tokens: no text becomes a control token."""
+        plain = tokenizers.Tokenizer(self.backend.model)
+        if self.backend.normalizer is not None:
+            plain.normalizer = self.backend.normalizer
+        if self.backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self.backend.pre_tokenizer
+        return plain
+
+    def _segment(self, text: str, first: bool, plain: bool) -> list[int]:
+        backend = self._plain if plain else self.backend
+        if first:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        # SentencePiece tokenizers put a space before the first word of a text; behind a line break they
+        # don't.
+        line_break = backend.encode("\n", add_special_tokens=False).ids
+        ids = backend.encode("\n" + text, add_special_tokens=False).ids
+        if ids[: len(line_break)] == line_break:
+            return list(ids[len(line_break) :])
+        return list(backend.encode(text, add_special_tokens=False).ids)
+
+
+def pack_tokens(ids: Iterable[int]) -> bytes:
+    """Ids as little-endian int32, the form in which a prompt travels to the engine."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of a `.gguf` file, a model directory or a hub id. Raises ValueError saying what is
+    missing."""
+    if model.endswith(".gguf"):
+        return _from_gguf(read_gguf_metadata(Path(model).expanduser()))
+    return _from_directory(text_directory(model))
+
+
+def _from_gguf(metadata: dict[str, Value]) -> Tokenizer:
+    backend, add_bos = build_gguf_tokenizer(metadata)
+    tokens = strings_of(metadata, "tokenizer.ggml.tokens")
+    ids = {role: metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in _GGUF_ROLES.items()}
+    special = {
+        role: tokens[index] for role, index in ids.items() if isinstance(index, int) and index < len(tokens)
+    }
+    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend=backend,
+        special=special,
+        eos_ids=tuple(dict.fromkeys(end for end in ends if isinstance(end, int))),
+        add_bos=add_bos,
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _from_directory(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_truncation()
+    backend.no_padding()
+    config = read_json(folder / "tokenizer_config.json")
+    generation = read_json(folder / "generation_config.json")
+    special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+    add_bos = config.get("add_bos_token")
+    return Tokenizer(
+        backend=backend,
+        special=special,
+        eos_ids=_eos_ids(backend, special, read_json(folder / "config.json"), generation),
+        add_bos=add_bos if isinstance(add_bos, bool) and "bos_token" in special else None,
+        chat_template=_chat_template(folder, config),
+        sampling_defaults={
+            name: value for name in _DEFAULTS if isinstance(value := generation.get(name), int | float)
+        },
+    )
+
+
+def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    special: dict[str, str] = {}
+    for source in sources:
+        for role in _ROLES:
+            token = source.get(role)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                special.setdefault(role, text)
+    return special
+
+
+def _eos_ids(
+    backend: tokenizers.Tokenizer,
+    special: Mapping[str, str],
+    config: dict[str, Any],
+    generation: dict[str, Any],
+) -> tuple[int, ...]:
+    """The tokenizer's own end first, then those of the generation configuration, which chat models list in
+    full."""
+    found: list[Any] = [backend.token_to_id(special.get("eos_token", ""))]
+    for source in (generation, config):
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(item for item in found if isinstance(item, int)))
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    found = read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

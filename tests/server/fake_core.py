@@ -1,0 +1,135 @@
+"""An engine core without a model: each request's `session` is a JSON script that says what its answer will
+be.
+
+Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
+output), `endless` (never ends by itself), `refuse` (an error text), `crash` (raise in the step), `cached`
+(cached prompt tokens to report).
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiny_text import EOS_ID
+
+from quickturn.config import EngineConfig
+from quickturn.engine.messages import (
+    AddRequest,
+    CancelRequest,
+    EngineReady,
+    EngineStats,
+    StepOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+STEP_S = 0.001
+DEFAULT_TEXT = "Grüße, 世界 🙂!"
+
+
+@dataclass
+class _Running:
+    request: AddRequest
+    answer: list[int]
+    chunk: int
+    wait: int
+    endless: bool
+    crash: bool
+    cached: int
+    sent: int = 0
+    first: bool = True
+
+
+class FakeCore:
+    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
+        if config.served_model_name == "broken":
+            raise ValueError("the model's file is not there; choose another --model")
+        if config.served_model_name == "vanishes":
+            os._exit(7)
+        progress("load", 1, 2)
+        progress("load", 2, 2)
+        self._config = config
+        self._running: dict[int, _Running] = {}
+        self._rejected: list[TokenOutput] = []
+        self._counts = {"added_total": 0, "cancelled_total": 0, "stopped_total": 0, "finished_total": 0}
+        self._steps = 0
+        self._cancel_steps = 0
+
+    def ready(self) -> EngineReady:
+        return EngineReady(self._config.max_context or 4096, 256, 1 << 20, 64, 300, {"core": "fake"})
+
+    def add(self, request: AddRequest) -> None:
+        self._counts["added_total"] += 1
+        script = json.loads(request.session or "{}")
+        if "refuse" in script:
+            self._rejected.append(TokenOutput(request.id, [], finish="error", error=script["refuse"]))
+            return
+        if "raise" in script:
+            raise ValueError(script["raise"])
+        answer = [*script.get("text", DEFAULT_TEXT).encode(), EOS_ID]
+        self._running[request.id] = _Running(
+            request,
+            answer,
+            script.get("chunk", 1),
+            script.get("wait", 0),
+            script.get("endless", False),
+            script.get("crash", False),
+            script.get("cached", 0),
+        )
+
+    def cancel(self, request: CancelRequest) -> None:
+        if self._running.pop(request.id, None) is not None:
+            self._counts["stopped_total" if request.finished else "cancelled_total"] += 1
+
+    def has_work(self) -> bool:
+        return bool(self._running or self._rejected)
+
+    def step(self) -> StepOutput:
+        time.sleep(STEP_S)
+        self._steps += 1
+        outputs, self._rejected = self._rejected, []
+        for request_id, running in list(self._running.items()):
+            if running.crash:
+                raise RuntimeError("scripted crash")
+            if running.wait > 0:
+                running.wait -= 1
+                continue
+            outputs.append(self._advance(request_id, running))
+        return StepOutput(outputs)
+
+    def stats(self) -> EngineStats:
+        values = {name: float(value) for name, value in self._counts.items()}
+        return EngineStats(
+            {**values, "running": float(len(self._running)), "steps_total": float(self._steps)}
+        )
+
+    def close(self) -> None:
+        self._running.clear()
+
+    def _advance(self, request_id: int, running: _Running) -> TokenOutput:
+        sampling = running.request.sampling
+        if running.endless:
+            tokens = [
+                running.answer[(running.sent + i) % (len(running.answer) - 1)] for i in range(running.chunk)
+            ]
+        else:
+            tokens = running.answer[running.sent : running.sent + running.chunk]
+        tokens = tokens[: sampling.max_tokens - running.sent]
+        running.sent += len(tokens)
+        finish = ""
+        if tokens[-1] in sampling.stop_token_ids:
+            finish = "stop"
+        elif running.sent >= sampling.max_tokens:
+            finish = "length"
+        cached = running.cached if running.first else -1
+        running.first = False
+        if finish:
+            del self._running[request_id]
+            self._counts["finished_total"] += 1
+        logprobs = None
+        if sampling.logprobs is not None:
+            top = [(0, -0.25 - index) for index in range(sampling.logprobs)]
+            logprobs = [TokenLogprobs(-0.25, top) for _ in tokens]
+        return TokenOutput(request_id, tokens, finish, cached, logprobs)

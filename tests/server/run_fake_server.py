@@ -1,0 +1,38 @@
+"""Serve the fake core: prints one JSON line with the address and the engine's process id when it takes
+requests.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import uvloop
+
+from quickturn.config import EngineConfig
+from quickturn.server import serving
+from quickturn.server.state import Limits
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    limits = Limits(**options.get("limits", {}))
+    config = serving.ServeConfig(
+        port=0,
+        core="fake_core:FakeCore",
+        limits=limits,
+        api_keys=frozenset(options.get("api_keys", ())),
+        shutdown_timeout=options.get("shutdown_timeout", 30.0),
+        log_level="warning",
+    )
+    engine = EngineConfig(options["model"], served_model_name="fake", max_context=options.get("max_context"))
+
+    def announce(ready: object, address: str) -> None:
+        print(json.dumps({"url": address}), flush=True)
+
+    run = uvloop.run if options.get("uvloop", True) else asyncio.run
+    run(serving.serve(engine, config, on_ready=announce))
+
+
+if __name__ == "__main__":
+    main()
