@@ -29,11 +29,11 @@ class Attention:
     eps: float = 1e-6
 
     def __call__(self, qkv: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Fused `q|k|v` `[T, (Hq + 2 Hkv) D] -> [T, Hq D]`; writes this step's keys and values to the cache."""
+        """Fused `q|k|v` `[T, (Hq + 2 Hkv) D] -> [T, Hq D]`; writes this step's keys and values."""
         tokens, width = qkv.shape
         kv_heads = width // (self.head_dim * (self.queries_per_kv + 2))
         heads = qkv.view(tokens, -1, self.head_dim)
-        q, k, v = heads.split((kv_heads * self.queries_per_kv, kv_heads, kv_heads), 1)
+        q, k, v = heads.split_with_sizes((kv_heads * self.queries_per_kv, kv_heads, kv_heads), 1)
         cache = batch.caches[self.layer]
         rotary_cache_write(
             q,
@@ -53,8 +53,8 @@ class Attention:
         elif batch.decode is None:
             out = self._prefill(q, batch)
         else:
-            decoded, prefilled = q.split((batch.num_decode, tokens - batch.num_decode))
-            out = torch.cat((self._decode(decoded, batch), self._prefill(prefilled, batch)))
+            n = batch.num_decode
+            out = torch.cat((self._decode(q[:n], batch), self._prefill(q[n:], batch)))
         return out.view(tokens, -1)
 
     def _decode(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

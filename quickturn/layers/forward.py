@@ -21,7 +21,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one kind (decode or prefill) of a batch; `query_start` counts from their own first token."""
+    """The rows of one kind (decode or prefill); `query_start` counts from their own first token."""
 
     query_start: torch.Tensor
     context_lens: torch.Tensor

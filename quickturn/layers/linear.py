@@ -7,6 +7,8 @@ from quickturn_kernels import LinearWeight, linear
 
 from quickturn.layers.forward import ForwardBatch
 
+__all__ = ["Head", "Linear", "LinearWeight"]
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:

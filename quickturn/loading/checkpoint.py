@@ -39,7 +39,7 @@ class SafetensorsSource:
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in _shards(directory):
             try:
-                file = safe_open(str(path), framework="pt", device="cpu")
+                file: Any = safe_open(str(path), framework="pt", device="cpu")
                 for name in file.keys():  # noqa: SIM118 - it is not a dict
                     self._files[name] = file
                     self._shapes[name] = tuple(file.get_slice(name).get_shape())

@@ -39,7 +39,8 @@ def dequantize_into(raw: torch.Tensor, ggml_type: int, out: torch.Tensor) -> Non
         out.copy_(raw.view(_PLAIN[kind]))
         return
     rows = max(1, _CHUNK // out.shape[1])
-    for part, target in zip(raw.split(rows), out.split(rows), strict=True):
+    for start in range(0, out.shape[0], rows):
+        part, target = raw[start : start + rows], out[start : start + rows]
         if kind in _BLOCKS:
             scratch = torch.empty(target.shape, dtype=torch.float32)
             size = GGML_QUANT_SIZES[kind][1]

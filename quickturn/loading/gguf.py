@@ -54,7 +54,7 @@ class GgufSource:
         family = self.header.metadata.get("general.architecture")
         if family not in _CLASSES:
             raise LoadError(
-                f"{path.name} holds a {family!r} model; GGUF files of {', '.join(sorted(_CLASSES))} models are read"
+                f"{path.name} holds a {family!r} model; files of {', '.join(sorted(_CLASSES))} are read"
             )
         self.family: str = family
         self._tensors: dict[str, GgufTensor] = {}

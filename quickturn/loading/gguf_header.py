@@ -53,12 +53,18 @@ class _Cursor:
         return values
 
     def string(self) -> str:
-        (size,) = _LENGTH.unpack_from(self.data, self.at)
-        start = self.at + 8
-        self.at = start + size
-        if self.at > len(self.data):
-            raise struct.error("string runs over the end of the file")
-        return self.data[start : self.at].decode("utf-8", "replace")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        data, at, length, found = self.data, self.at, _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = at + 8
+            at = start + length(data, at)[0]
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self.at = at
+        if at > len(data):
+            raise struct.error("strings run over the end of the file")
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -67,7 +73,7 @@ class _Cursor:
             of, count = self.take("IQ")
             if of in _SCALARS:
                 return list(self.take(f"{count}{_SCALARS[of]}"))
-            return [self.value(of) for _ in range(count)]
+            return self.strings(count) if of == _STRING else [self.value(of) for _ in range(count)]
         return self.take(_SCALARS[kind])[0]
 
 

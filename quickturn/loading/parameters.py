@@ -71,7 +71,7 @@ def load_parameters(
 
 
 def check_names(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises LoadError naming what is missing, has another shape than declared, or has no place in the model."""
+    """Raises LoadError naming tensors that are missing, misshapen, or have no place in the model."""
     wanted = {
         segment.tensor: (segment.rows,) if spec.columns is None else (segment.rows, spec.columns)
         for spec in specs

@@ -94,7 +94,6 @@ def _from_hub(model: str, with_weights: bool) -> Path:
             ignore_patterns=["original/*", "consolidated*"],
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise LoadError(
-            f"cannot get {model!r} from the hub, and it is not a local path: {str(error).strip().splitlines()[0]}"
-        ) from error
+        why = str(error).strip().splitlines()[0]
+        raise LoadError(f"{model!r} is no local path, and the hub did not give it: {why}") from error
     return Path(path)

@@ -1,4 +1,4 @@
-"""The pieces that llama-shaped decoders share: fused projections, attention, and the frame around the layers."""
+"""What llama-shaped decoders share: fused projections, attention, the frame around the layers."""
 
 from collections.abc import Callable
 

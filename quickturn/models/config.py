@@ -102,7 +102,7 @@ def _refuse_unsupported(hf: HfConfig) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown")
         raise UnsupportedModelError(
-            f"checkpoints quantised with {method!r} are not supported; use a bf16, f16 or f32 checkpoint or a GGUF file"
+            f"checkpoints quantised with {method!r} are not supported; take a bf16, f16 or f32 one, or GGUF"
         )
 
 
@@ -148,7 +148,7 @@ def rotary_of(hf: HfConfig, head_dim: int) -> tuple[Rotary, int]:
     longest = trained
     try:
         match kind:
-            # dynamic NTK equals the trained frequencies up to the trained length, and no context here is longer
+            # dynamic NTK is the trained frequencies up to the trained length; no context here is longer
             case "default" | "dynamic":
                 scaling = Unscaled()
             case "linear":
@@ -167,7 +167,7 @@ def rotary_of(hf: HfConfig, head_dim: int) -> tuple[Rotary, int]:
                 scaling = FactorScaling(tuple(float(factor) for factor in given["factors"]))
             case _:
                 raise UnsupportedModelError(
-                    f"rope_type {kind!r} is not supported; supported are default, dynamic, linear, llama3 and yarn"
+                    f"rope_type {kind!r} is not supported; default, dynamic, linear, llama3 and yarn are"
                 )
     except KeyError as error:
         raise ValueError(f"rope_type {kind!r} needs {error.args[0]!r} in the model's config") from error

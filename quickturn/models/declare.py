@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 
 from quickturn.layers import activation, attention, embedding, linear, norm
+from quickturn.layers.linear import LinearWeight
 from quickturn.layers.rotary import Rotary
 from quickturn.parallel.placement import Axis, Partial, Placement, Replicate, Shard, Step
 from quickturn.parallel.weights import Segment, WeightSpec
 
-Parameter = torch.Tensor | linear.LinearWeight
+Parameter = torch.Tensor | LinearWeight
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Materials:
         assert isinstance(parameter, torch.Tensor), name
         return parameter
 
-    def matrix(self, name: str) -> linear.LinearWeight:
+    def matrix(self, name: str) -> LinearWeight:
         """The parameter `name`, which is laid out for a linear map."""
         parameter = self.parameters[name]
         assert not isinstance(parameter, torch.Tensor), name

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v, and in some configurations a sliding window in the upper layers."""
+"""Qwen2 and Qwen2.5: biases on q, k and v, and in some configs a sliding window in the upper layers."""
 
 from dataclasses import dataclass
 

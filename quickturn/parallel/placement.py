@@ -7,6 +7,7 @@ layer compares neighbours and moves data.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -91,7 +92,7 @@ def conversions(steps: Sequence[Step]) -> list[Conversion]:
     fit.
     """
     found: list[Conversion] = []
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in pairwise(steps):
         try:
             found.append(conversion(before.produces, after.consumes))
         except PlacementError as error:

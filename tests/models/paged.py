@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -18,7 +19,7 @@ class PagedRequest:
 
 
 class PagedCache:
-    """Blocks handed out in random order from a cache full of garbage; a block holds all layers of its group."""
+    """Blocks handed out in random order from a cache of garbage; a block holds all layers of its group."""
 
     def __init__(
         self, model: Model, num_blocks: int, block_tokens: int, seed: int, dtype: torch.dtype = torch.float32
@@ -81,7 +82,7 @@ class PagedCache:
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
             block_tables=(table,) * len(self.groups),
             slot_mapping=(torch.tensor(slots),) * len(self.groups),
-            max_query_len=max(b - a for a, b in zip(starts, starts[1:], strict=False)),
+            max_query_len=max(b - a for a, b in pairwise(starts)),
             max_context_len=max(context_lens),
             sample_rows=torch.arange(len(ids)) if sample_all else ends,
             caches=tuple(self.layers[i] for i in range(len(self.layers))),
