@@ -26,7 +26,6 @@ from quickturn.engine.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
-    LoadProgress,
     Shutdown,
     StepOutput,
     TokenOutput,
@@ -88,10 +87,6 @@ class Loop:
         with self._sending:
             self._socket.send(encode(message))
 
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """Report how far the start has come."""
-        self.send(LoadProgress(stage, done, total))
-
     def run(self, core: Core) -> None:
         """Serve until told to shut down. Whatever a step raises ends the loop."""
         while True:
@@ -130,7 +125,7 @@ def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
     """Build the core, report, run. Returns the process's exit status."""
     loop = Loop(socket)
     try:
-        core = load_core(launch.core)(launch.config, progress=loop.progress)
+        core = load_core(launch.core)(launch.config, progress=loop.send)
         loop.send(core.ready())
         gc.collect()
         gc.freeze()

@@ -65,7 +65,7 @@ def choice_count(fields: CommonFields) -> int:
 def sampling_params(
     fields: CommonFields, tokenizer: Tokenizer, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
-    """The engine's view of `fields`; the model's own defaults and end tokens where the client says nothing.
+    """The engine's view of `fields`, with the model's own defaults where the client says nothing.
 
     `max_tokens` is already clamped to the context. Raises ApiError naming the field that is out of range.
     """
@@ -110,8 +110,8 @@ def clamp_max_tokens(
     if left < 1:
         raise ApiError(
             400,
-            f"This model's maximum context length is {max_context} tokens, but the prompt has {prompt_tokens} "
-            f"tokens. Shorten the prompt so that at least one token is left for the answer.",
+            f"This model's maximum context length is {max_context} tokens, but the prompt has "
+            f"{prompt_tokens} tokens. Shorten the prompt so that at least one token is left for the answer.",
             param=prompt_param,
             code="context_length_exceeded",
         )

@@ -2,8 +2,8 @@
 be.
 
 Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
-output), `endless` (never ends by itself), `refuse` (an error text), `crash` (raise in the step), `cached`
-(cached prompt tokens to report).
+output), `endless` (never ends by itself), `refuse` and `raise` (an error text, by output or by exception),
+`crash` (raise in the step), `cached` (cached prompt tokens to report).
 """
 
 import json
@@ -20,6 +20,7 @@ from quickturn.engine.messages import (
     CancelRequest,
     EngineReady,
     EngineStats,
+    LoadProgress,
     StepOutput,
     TokenLogprobs,
     TokenOutput,
@@ -43,19 +44,18 @@ class _Running:
 
 
 class FakeCore:
-    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(self, config: EngineConfig, progress: Callable[[LoadProgress], None]) -> None:
         if config.served_model_name == "broken":
             raise ValueError("the model's file is not there; choose another --model")
         if config.served_model_name == "vanishes":
             os._exit(7)
-        progress("load", 1, 2)
-        progress("load", 2, 2)
+        progress(LoadProgress("load", 1, 2))
+        progress(LoadProgress("load", 2, 2))
         self._config = config
         self._running: dict[int, _Running] = {}
         self._rejected: list[TokenOutput] = []
         self._counts = {"added_total": 0, "cancelled_total": 0, "stopped_total": 0, "finished_total": 0}
         self._steps = 0
-        self._cancel_steps = 0
 
     def ready(self) -> EngineReady:
         return EngineReady(self._config.max_context or 4096, 256, 1 << 20, 64, 300, {"core": "fake"})
