@@ -12,7 +12,9 @@ _FACTOR = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by `text`, such as '512MiB', '2g' or '1048576'. Raises ValueError with the accepted forms."""
+    """Bytes meant by `text`, such as '512MiB', '2g' or '1048576'. Raises ValueError with the accepted
+    forms.
+    """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"not a size: {text!r}; write for example 512MiB, 2GiB or a number of bytes")
@@ -21,7 +23,9 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that an engine is told at start. Sizes are bytes or tokens; None means 'choose from the model or machine'."""
+    """Everything that an engine is told at start. Sizes are bytes or tokens; None means 'choose from the
+    model or machine'.
+    """
 
     model: str
     """A hub id, a local directory of safetensors, or a `.gguf` file."""

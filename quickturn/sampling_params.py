@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 class SamplingParams:
     """Sampling and stopping of one request.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off. `seed` None takes a fresh
-    random seed; with a seed, the tokens depend on the request alone, never on its neighbours. `logprobs` is the number of
-    alternatives reported per token (None: no logprobs at all, 0: the chosen token only).
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off. `seed` None
+    takes a fresh random seed; with a seed, the tokens depend on the request alone, never on its neighbours.
+    `logprobs` is the number of alternatives reported per token (None: no logprobs at all, 0: the chosen
+    token only).
     """
 
     max_tokens: int = 16

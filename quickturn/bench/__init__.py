@@ -1,0 +1,1 @@
+"""Measurements: of this engine, and of peers in the same run."""

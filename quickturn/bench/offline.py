@@ -1,7 +1,8 @@
 """The offline benchmark: prefill and decode of one engine in this process, optionally beside `transformers`.
 
-Prefill is the time from adding one prompt of random tokens to its first token. Decode is the median step of a batch in which every
-request has its prompt in the cache. The engine's own overhead is what a decode step takes beyond the model and the sampler.
+Prefill is the time from adding one prompt of random tokens to its first token. Decode is the median step of
+a batch in which every request has its prompt in the cache. The engine's own overhead is what a decode step
+takes beyond the model and the sampler.
 """
 
 import os
@@ -42,7 +43,9 @@ class PrefillFigure:
 
 @dataclass(frozen=True)
 class DecodeFigure:
-    """Decode speed of one batch size. Step times in milliseconds; `overhead_ms` is the part outside model and sampler."""
+    """Decode speed of one batch size. Step times in milliseconds; `overhead_ms` is the part outside model
+    and sampler.
+    """
 
     batch: int
     tokens_per_second: Spread
@@ -71,13 +74,15 @@ class OfflineBench:
 
     def prefill(self, length: int, repeats: int) -> PrefillFigure:
         """Time `repeats` fresh prompts of `length` tokens to their first token."""
-        speeds = []
-        for _ in range(repeats + 1):
-            self._add(length, 1)
-            started = time.perf_counter()
-            self._drain()
-            speeds.append(length / (time.perf_counter() - started))
+        speeds = [length / self.prefill_once(length) for _ in range(repeats + 1)]
         return PrefillFigure(length, spread(speeds[1:]))
+
+    def prefill_once(self, length: int) -> float:
+        """Seconds from adding one fresh prompt to its first token."""
+        self._add(length, 1)
+        started = time.perf_counter()
+        self._drain()
+        return time.perf_counter() - started
 
     def decode(self, batch: int, steps: int, repeats: int) -> DecodeFigure:
         """Time `steps` decode steps of `batch` requests, `repeats` times."""

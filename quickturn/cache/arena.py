@@ -9,14 +9,17 @@ from quickturn.layers.forward import LayerCache
 class Arena:
     """One allocation on the device, laid out as an `ArenaLayout` says.
 
-    The memory starts as zeros: attention masks keys that were never written by giving them weight zero, and zero times an
-    unwritten NaN would still be NaN. On a CPU the pages are only committed when they are first written.
+    The memory starts as zeros: attention masks keys that were never written by giving them weight zero, and
+    zero times an unwritten NaN would still be NaN. On a CPU the pages are only committed when they are
+    first written.
     """
 
     def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `layout.total_bytes` bytes. Raises MemoryError that says what to lower."""
         if dtype.itemsize != layout.itemsize:
-            raise ValueError(f"layout is for elements of {layout.itemsize} bytes, but {dtype} has {dtype.itemsize}")
+            raise ValueError(
+                f"layout is for elements of {layout.itemsize} bytes, but {dtype} has {dtype.itemsize}"
+            )
         self.layout = layout
         self.dtype = dtype
         try:
@@ -41,7 +44,9 @@ class Arena:
         self._bytes[start : start + laid.block_stride] = 0xFF
 
     def _view(self, laid: GroupLayout, place: int, part: int) -> torch.Tensor:
-        """Keys (part 0) or values (part 1) of the group's `place`-th layer: [num_blocks, block_tokens, kv_heads, head_dim]."""
+        """Keys (part 0) or values (part 1) of the group's `place`-th layer: [num_blocks, block_tokens,
+        kv_heads, head_dim].
+        """
         group, tokens = laid.group, self.layout.block_tokens
         heads, dim = group.kv_heads, group.head_dim
         shape = (self.layout.num_slabs * laid.blocks_per_slab, tokens, heads, dim)

@@ -1,9 +1,9 @@
 """Cache groups as models declare them, and how their blocks lie in the arena.
 
-A block of a `full` or `window` group holds `block_tokens` tokens of every layer of the group:
-`[layers, 2 (k, v), block_tokens, kv_heads, head_dim]`. A slab is the physical unit of the arena, one size for all groups; the
-blocks of a slab lie at one fixed stride that divides it, so that block ids index a flat strided view of the whole arena and
-kernels see `[num_blocks, ...]`.
+A block of a `full` or `window` group holds `block_tokens` tokens of every layer of the group: `[layers, 2
+(k, v), block_tokens, kv_heads, head_dim]`. A slab is the physical unit of the arena, one size for all
+groups; the blocks of a slab lie at one fixed stride that divides it, so that block ids index a flat strided
+view of the whole arena and kernels see `[num_blocks, ...]`.
 """
 
 import math
@@ -36,7 +36,9 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where the blocks of one group lie: `block_bytes` used of every `block_stride` bytes, `blocks_per_slab` a slab."""
+    """Where the blocks of one group lie: `block_bytes` used of every `block_stride` bytes,
+    `blocks_per_slab` a slab.
+    """
 
     group: CacheGroup
     block_bytes: int
@@ -66,26 +68,33 @@ class ArenaLayout:
 
 
 def plan_arena(
-    groups: tuple[CacheGroup, ...], *, block_tokens: int, itemsize: int, memory: int, slab_bytes: int | None = None
+    groups: tuple[CacheGroup, ...],
+    *,
+    block_tokens: int,
+    itemsize: int,
+    memory: int,
+    slab_bytes: int | None = None,
 ) -> ArenaLayout:
     """Fit the groups' blocks into slabs with the least waste, and as many slabs as `memory` bytes hold.
 
-    `itemsize` is the bytes of one cache element. `slab_bytes` fixes the slab instead of choosing it. Raises ValueError, with the
-    numbers, when not even one block of each group fits.
+    `itemsize` is the bytes of one cache element. `slab_bytes` fixes the slab instead of choosing it. Raises
+    ValueError, with the numbers, when not even one block of each group fits.
     """
     if not groups:
         raise ValueError("a model must declare at least one cache group")
     sizes = [_align(group.elements_per_token() * block_tokens * itemsize, ALIGNMENT) for group in groups]
     slab = _choose_slab(sizes) if slab_bytes is None else slab_bytes
     if slab < max(sizes):
-        raise ValueError(f"slab_bytes {slab} is smaller than a block of {max(sizes)} bytes; use at least that")
+        raise ValueError(
+            f"slab_bytes {slab} is smaller than a block of {max(sizes)} bytes; use at least that"
+        )
     counts = [slab // size for size in sizes]
     slab = _align(slab, ALIGNMENT * math.lcm(*counts))
     num_slabs = memory // slab
     if num_slabs < len(groups):
         raise ValueError(
-            f"a cache of {memory} bytes holds {num_slabs} slabs of {slab} bytes, but {len(groups)} cache group(s) need at"
-            f" least one each; raise --memory to {slab * len(groups)} or lower --block-tokens"
+            f"a cache of {memory} bytes holds {num_slabs} slabs of {slab} bytes, but {len(groups)} cache group(s)"
+            f" need at least one each; raise --memory to {slab * len(groups)} or lower --block-tokens"
         )
     laid = tuple(
         GroupLayout(group, size, slab // count, count)
@@ -95,7 +104,9 @@ def plan_arena(
 
 
 def _choose_slab(sizes: list[int]) -> int:
-    """The slab, a multiple of the largest block, that wastes the smallest share over all groups; the smaller of equals."""
+    """The slab, a multiple of the largest block, that wastes the smallest share over all groups; the
+    smaller of equals.
+    """
     largest = max(sizes)
     best, best_waste = largest, math.inf
     for count in range(1, max(1, MAX_SLAB_BYTES // largest) + 1):

@@ -1,7 +1,7 @@
 """The engine loop of one rank: ask the control plane for a plan, carry it out, say what happened.
 
-The loop decides nothing. It keeps each live request's tokens on the host (a retracted request is loaded again from them) and turns
-what the control plane reports into outputs for the client.
+The loop decides nothing. It keeps each live request's tokens on the host (a retracted request is loaded
+again from them) and turns what the control plane reports into outputs for the client.
 """
 
 import secrets
@@ -43,7 +43,9 @@ FINISH_REASONS = {
 
 @dataclass
 class LiveRequest:
-    """What the host knows of a request that isn't over. `tokens`: the prompt and what was generated so far."""
+    """What the host knows of a request that isn't over. `tokens`: the prompt and what was generated so
+    far.
+    """
 
     id: int
     tokens: array[int]
@@ -98,12 +100,16 @@ class EngineCore:
         return self._started.ready
 
     def add(self, request: AddRequest) -> None:
-        """Take a request in. One that can never run is answered by the next `step` with finish 'error' and the reason."""
+        """Take a request in. One that can never run is answered by the next `step` with finish 'error' and
+        the reason.
+        """
         tokens = array("i")
         tokens.frombytes(request.tokens)
         sampling = request.sampling
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:
-            self._reject(request.id, f"a token id is outside the vocabulary of {self._started.ready.vocab_size}")
+            self._reject(
+                request.id, f"a token id is outside the vocabulary of {self._started.ready.vocab_size}"
+            )
             return
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

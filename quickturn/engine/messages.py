@@ -1,15 +1,19 @@
 """What the server process and the engine process say to each other (msgpack over ZeroMQ).
 
-Every message is a tagged struct; `encode` and `decode` are the whole codec. Token ids travel as little-endian int32 bytes, so
+`encode` and the two `decode` functions are the whole codec. Token ids travel as little-endian int32 bytes, so
 that a prompt of 200k tokens is one memory copy and not 200k Python objects.
 """
 
-import msgspec
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import cast, get_args
 
 from quickturn.sampling_params import SamplingParams
 
 
-class AddRequest(msgspec.Struct, tag="add", frozen=True):
+@dataclass(frozen=True, slots=True)
+class AddRequest:
     """A new request. `tokens` are int32 little-endian; `arrival` is `time.monotonic()` in seconds."""
 
     id: int
@@ -22,22 +26,26 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True):
     deadline: float | None = None
 
 
-class CancelRequest(msgspec.Struct, tag="cancel", frozen=True):
-    """The client went away, or a stop string was found (`finished`: what was computed is kept as a good answer)."""
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """The client went away, or a stop string was found (`finished`: the answer is good and stays cached)."""
 
     id: int
     finished: bool = False
 
 
-class AskStats(msgspec.Struct, tag="ask_stats", frozen=True):
+@dataclass(frozen=True, slots=True)
+class AskStats:
     """Ask for one `EngineStats`."""
 
 
-class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+@dataclass(frozen=True, slots=True)
+class Shutdown:
     """Leave the loop after the current step."""
 
 
-class LoadProgress(msgspec.Struct, tag="progress", frozen=True):
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
     """Progress of the start: `stage` is a short name, `done` of `total` (0: unknown)."""
 
     stage: str
@@ -45,7 +53,8 @@ class LoadProgress(msgspec.Struct, tag="progress", frozen=True):
     total: int
 
 
-class EngineReady(msgspec.Struct, tag="ready", frozen=True):
+@dataclass(frozen=True, slots=True)
+class EngineReady:
     """The engine serves. `facts` are the figures worth a line in the log (cache tokens, dtype, kernels)."""
 
     max_context: int
@@ -56,15 +65,17 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True):
     facts: dict[str, str]
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of one token: the chosen one, and the alternatives as (token id, logprob), best first."""
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of the chosen token and of the likeliest ones as (token id, logprob), best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
-class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New tokens of one request. `finish` is '' while it runs, else stop, length, cancelled, timeout or error."""
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New tokens of a request. `finish`: '' while it runs, else stop, length, cancelled, timeout or error."""
 
     id: int
     tokens: list[int]
@@ -75,19 +86,22 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-class StepOutput(msgspec.Struct, tag="step", frozen=True):
+@dataclass(frozen=True, slots=True)
+class StepOutput:
     """All outputs of one step, one message however many requests run."""
 
     outputs: list[TokenOutput]
 
 
-class EngineStats(msgspec.Struct, tag="stats", frozen=True):
+@dataclass(frozen=True, slots=True)
+class EngineStats:
     """Counters and gauges for `/metrics`; the names are those of the metrics page."""
 
     values: dict[str, float]
 
 
-class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
     """The engine can't go on; `message` says what to change."""
 
     message: str
@@ -96,6 +110,42 @@ class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
 ToEngine = AddRequest | CancelRequest | AskStats | Shutdown
 FromEngine = LoadProgress | EngineReady | StepOutput | EngineStats | EngineFailed
 
-encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """One byte that says which message, then its fields in msgpack."""
+    return _codec().encode(message)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """What `encode` made of a message to the engine. Raises msgspec.DecodeError for anything else."""
+    return cast(ToEngine, _codec().decode(data))
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """What `encode` made of a message from the engine. Raises msgspec.DecodeError for anything else."""
+    return cast(FromEngine, _codec().decode(data))
+
+
+class _Codec:
+    """Needs msgspec, which an engine without a server does not: made on first use."""
+
+    def __init__(self) -> None:
+        import msgspec
+
+        kinds: tuple[type, ...] = (*get_args(ToEngine), *get_args(FromEngine))
+        self._tags = {kind: bytes([tag]) for tag, kind in enumerate(kinds)}
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoders: list[Callable[[memoryview], object]] = [
+            msgspec.msgpack.Decoder(kind).decode for kind in kinds
+        ]
+
+    def encode(self, message: object) -> bytes:
+        return self._tags[type(message)] + self._encode(message)
+
+    def decode(self, data: bytes) -> object:
+        return self._decoders[data[0]](memoryview(data)[1:])
+
+
+@cache
+def _codec() -> _Codec:
+    return _Codec()

@@ -13,7 +13,9 @@ from quickturn.execution.runner import Runner
 from quickturn.loading.load import load_model
 
 CPU_MEMORY_SHARE = 0.25
-"""Share of the machine's free memory that the cache takes on a CPU unless told otherwise; pages are committed when used."""
+"""Share of the machine's free memory that the cache takes on a CPU unless told otherwise; pages are
+committed when used.
+"""
 
 GPU_MEMORY_SHARE = 0.92
 """Share of the GPU's memory that weights, workspace and cache may take together unless told otherwise."""
@@ -34,7 +36,9 @@ class StartedEngine:
 
 
 def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> StartedEngine:
-    """Load the model, lay out the cache, allocate. Raises ValueError or MemoryError that say what to change."""
+    """Load the model, lay out the cache, allocate. Raises ValueError or MemoryError that say what to
+    change.
+    """
     device = pick_device(config.device)
     model, info = load_model(
         config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
@@ -79,7 +83,9 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; 'auto' is the GPU if there is one. Raises ValueError for one that isn't there."""
+    """The device called `name`; 'auto' is the GPU if there is one. Raises ValueError for one that isn't
+    there.
+    """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(name)
@@ -97,8 +103,8 @@ def default_memory(device: torch.device) -> int:
         room = free - int(total * (1 - GPU_MEMORY_SHARE)) - GPU_WORKSPACE_BYTES
         if room <= 0:
             raise MemoryError(
-                f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little for a"
-                " cache; use a smaller model or dtype, or name a small --memory"
+                f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little"
+                " for a cache; use a smaller model or dtype, or name a small --memory"
             )
         return room
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""Carries out the plans of the control plane on one device."""

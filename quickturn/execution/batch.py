@@ -1,8 +1,9 @@
 """The batch as it lives on the device: slot-indexed tables that steps change by small deltas.
 
-A request keeps one slot while it runs. Its tokens and block tables stay on the device; a step uploads which slots take part, new
-block-table entries and the tokens of requests that were just admitted, and gathers the rest there. The row behind the last slot
-belongs to nobody: padding rows of a fixed-size batch point to it, and it is never written.
+A request keeps one slot while it runs. Its tokens and block tables stay on the device; a step uploads which
+slots take part, new block-table entries and the tokens of requests that were just admitted, and gathers the
+rest there. The row behind the last slot belongs to nobody: padding rows of a fixed-size batch point to it,
+and it is never written.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ Ints = NDArray[np.int32]
 class StepRows:
     """One step's rows on the host, decode rows first.
 
-    slots, query_lens, context_lens: int32 [R]; `context_lens` counts the tokens that are in the cache before this step.
-    samples: uint8 [R], 1 where the row's last token is to be sampled from.
+    slots, query_lens, context_lens: int32 [R]; `context_lens` counts the tokens that are in the cache
+    before this step. samples: uint8 [R], 1 where the row's last token is to be sampled from.
     """
 
     slots: Ints
@@ -36,7 +37,12 @@ class DeviceBatch:
     """Token ids and block tables of every slot, on the device."""
 
     def __init__(
-        self, layout: ArenaLayout, caches: tuple[LayerCache, ...], max_requests: int, max_context: int, device: torch.device
+        self,
+        layout: ArenaLayout,
+        caches: tuple[LayerCache, ...],
+        max_requests: int,
+        max_context: int,
+        device: torch.device,
     ) -> None:
         """Allocate the tables: `max_requests` slots of up to `max_context` tokens."""
         self._block_tokens = layout.block_tokens
@@ -63,7 +69,9 @@ class DeviceBatch:
             self.block_tables[group].index_put_(at, self._upload(blocks))
 
     def append(self, slots: Ints, positions: Ints, tokens: torch.Tensor) -> None:
-        """Write sampled tokens (int64 [S]) to their slots on the device: the next step may run before the host saw them."""
+        """Write sampled tokens (int64 [S]) to their slots on the device: the next step may run before the
+        host saw them.
+        """
         at = (self._upload(slots).long(), self._upload(positions).long())
         self.token_ids.index_put_(at, tokens.to(torch.int32))
 

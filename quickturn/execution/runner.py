@@ -21,7 +21,9 @@ from quickturn.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class BlockUpdate:
-    """New block-table entries of one cache group: `table[slots[i], indexes[i]] = blocks[i]`; int32 arrays of one length."""
+    """New block-table entries of one cache group: `table[slots[i], indexes[i]] = blocks[i]`; int32 arrays
+    of one length.
+    """
 
     slots: NDArray[np.int32]
     indexes: NDArray[np.int32]
@@ -30,7 +32,9 @@ class BlockUpdate:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model and sampling."""
+    """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model
+    and sampling.
+    """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[RowLogprobs | None]
@@ -41,7 +45,11 @@ class PendingStep:
     """A launched step whose tokens may still be on their way to the host."""
 
     def __init__(
-        self, tokens: torch.Tensor, logprobs: Sequence[RowLogprobs | None], started: float, done: torch.cuda.Event | None
+        self,
+        tokens: torch.Tensor,
+        logprobs: Sequence[RowLogprobs | None],
+        started: float,
+        done: torch.cuda.Event | None,
     ) -> None:
         """`tokens` is on the host; with `done` it is valid once that event has happened."""
         self._tokens = tokens
@@ -80,8 +88,12 @@ class Runner:
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
 
-    def admit(self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int) -> None:
-        """Load a request into its slot: every known token, of which the first `prompt_len` are the prompt's."""
+    def admit(
+        self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
+    ) -> None:
+        """Load a request into its slot: every known token, of which the first `prompt_len` are the
+        prompt's.
+        """
         self._batch.load_tokens(slot, tokens)
         self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
 
@@ -103,6 +115,6 @@ class Runner:
             return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs(), started, None)
         host = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return PendingStep(host, sampled.logprobs(), started, done)

@@ -18,7 +18,9 @@ _NO_LOGPROBS = -1
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """One sampled token: its log-probability and the likeliest alternatives as (token id, log-probability), best first."""
+    """One sampled token: its log-probability and the likeliest alternatives as (token id, log-probability),
+    best first.
+    """
 
     logprob: float
     top: list[tuple[int, float]]
@@ -26,7 +28,9 @@ class RowLogprobs:
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Chosen tokens, int64 [S] on the device, -1 where a row's logits were not finite; logprobs are fetched when asked for."""
+    """Chosen tokens, int64 [S] on the device, -1 where a row's logits were not finite; logprobs are fetched
+    when asked for.
+    """
 
     tokens: torch.Tensor
     logprobs: Callable[[], Sequence[RowLogprobs | None]]
@@ -36,7 +40,9 @@ class Sampler:
     """Slot-indexed sampling parameters, penalty counts and biases."""
 
     def __init__(self, max_requests: int, vocab_size: int, device: torch.device) -> None:
-        """Tables for `max_requests` slots and one padding row; counts and biases are allocated when first used."""
+        """Tables for `max_requests` slots and one padding row; counts and biases are allocated when first
+        used.
+        """
         self._device = device
         self._vocab_size = vocab_size
         rows = max_requests + 1
@@ -56,7 +62,9 @@ class Sampler:
     def admit(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
     ) -> None:
-        """Take a slot over for a request whose known tokens are `tokens`, the first `prompt_len` of them its prompt."""
+        """Take a slot over for a request whose known tokens are `tokens`, the first `prompt_len` of them
+        its prompt.
+        """
         p = sampling
         if p.temperature > 0 or self._draws[slot]:
             self._floats[slot, :3] = torch.tensor([p.temperature, p.top_p, p.min_p])
@@ -67,8 +75,12 @@ class Sampler:
         self._admit_penalties(slot, tokens, prompt_len, p)
         self._admit_bias(slot, p.logit_bias)
 
-    def sample(self, logits: torch.Tensor, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> SampledRows:
-        """Choose a token for each row of `logits` [S, V]; `positions` are those of the tokens to be chosen."""
+    def sample(
+        self, logits: torch.Tensor, slots: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> SampledRows:
+        """Choose a token for each row of `logits` [S, V]; `positions` are those of the tokens to be
+        chosen.
+        """
         if not len(slots):
             return SampledRows(torch.empty(0, dtype=torch.int64, device=self._device), list)
         wanted = int(self._logprobs[slots].max())
@@ -140,7 +152,9 @@ class Sampler:
 
 
 def _logprob_rows(chosen: Sampled, each: NDArray[np.int32]) -> list[RowLogprobs | None]:
-    """Logprobs for the rows that asked (`each` >= 0), cut to the number of alternatives that each asked for."""
+    """Logprobs for the rows that asked (`each` >= 0), cut to the number of alternatives that each asked
+    for.
+    """
     assert chosen.logprobs is not None
     values = chosen.logprobs.tolist()
     if chosen.top_tokens is None or chosen.top_logprobs is None:

@@ -1,0 +1,92 @@
+"""Drive an `EngineCore` by hand and compare it with transformers."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quickturn.engine.core import EngineCore
+from quickturn.engine.messages import AddRequest, TokenOutput
+from quickturn.sampling_params import SamplingParams
+
+MAX_STEPS = 100_000
+
+
+@dataclass
+class Answer:
+    """Everything the engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    cached_tokens: int = -1
+    error: str = ""
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+class Driver:
+    """Adds requests to a core and collects their answers."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.answers: dict[int, Answer] = {}
+
+    def add(self, prompt: list[int], *, salt: str = "", **sampling: object) -> int:
+        """Add a greedy request (unless `sampling` says otherwise) and return its id."""
+        id = len(self.answers) + 1
+        options: dict[str, object] = {"temperature": 0.0, "ignore_eos": True} | sampling
+        self.answers[id] = Answer()
+        self.core.add(
+            AddRequest(
+                id=id,
+                tokens=np.array(prompt, dtype=np.int32).tobytes(),
+                sampling=SamplingParams(**options),  # type: ignore[arg-type]
+                arrival=time.monotonic(),
+                cache_salt=salt,
+            )
+        )
+        return id
+
+    def step(self) -> None:
+        for output in self.core.step().outputs:
+            answer = self.answers[output.id]
+            assert not answer.finish, f"request {output.id} got {output} after its end"
+            answer.tokens += output.tokens
+            answer.finish = output.finish
+            answer.error = output.error
+            answer.outputs.append(output)
+            if output.cached_tokens >= 0:
+                answer.cached_tokens = output.cached_tokens
+
+    def drain(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError("the engine never finished")
+
+    def run(self, prompt: list[int], **options: object) -> Answer:
+        """One request alone, to its end."""
+        id = self.add(prompt, **options)  # type: ignore[arg-type]
+        self.drain()
+        return self.answers[id]
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens of transformers, with its own cache."""
+    ids = torch.tensor([prompt])
+    cache = None
+    tokens: list[int] = []
+    for _ in range(count):
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        tokens.append(int(out.logits[0, -1].argmax()))
+        ids = torch.tensor([[tokens[-1]]])
+    return tokens
+
+
+def random_prompts(rng: np.random.Generator, lengths: list[int], vocab: int = 199) -> list[list[int]]:
+    """One prompt of random ids for each length."""
+    return [rng.integers(3, vocab, length).tolist() for length in lengths]

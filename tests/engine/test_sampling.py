@@ -1,0 +1,90 @@
+"""Sampling through the whole engine: seeds, neighbours, penalties, logprobs."""
+
+import numpy as np
+import torch
+from conftest import Checkpoints
+from driving import greedy, random_prompts
+
+
+def test_a_seed_fixes_the_tokens_whatever_else_runs(
+    checkpoints: Checkpoints, rng: np.random.Generator
+) -> None:
+    checkpoint = checkpoints("llama")
+    (prompt,) = random_prompts(rng, [12])
+    wanted = {"temperature": 1.3, "top_p": 0.95, "top_k": 50, "seed": 42, "max_tokens": 15}
+    alone = checkpoint.driver().run(prompt, **wanted).tokens
+    driver = checkpoint.driver(max_step_tokens=8)
+    for other in random_prompts(rng, [3, 30, 7]):
+        driver.add(other, temperature=1.0, max_tokens=25)
+    id = driver.add(prompt, **wanted)
+    driver.drain()
+    assert driver.answers[id].tokens == alone
+    assert checkpoint.driver().run(prompt, **(wanted | {"seed": 43})).tokens != alone
+
+
+def test_a_seed_survives_retraction(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
+    checkpoint = checkpoints("llama")
+    prompts = random_prompts(rng, [20] * 8)
+    wanted = {"temperature": 1.0, "max_tokens": 150}
+    roomy = checkpoint.driver(memory=64 << 20)
+    tight = checkpoint.driver(memory=1 << 20)
+    for driver in (roomy, tight):
+        for seed, prompt in enumerate(prompts):
+            driver.add(prompt, seed=seed, presence_penalty=0.5, repetition_penalty=1.1, **wanted)
+        driver.drain()
+    assert tight.core.stats().values["retractions"] > 0
+    assert [a.tokens for a in tight.answers.values()] == [a.tokens for a in roomy.answers.values()]
+
+
+def test_penalties_follow_the_formula(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
+    """Greedy under penalties, token by token, against the formula on transformers' logits."""
+    checkpoint = checkpoints("qwen2")
+    (prompt,) = random_prompts(rng, [10])
+    presence, frequency, repetition = 0.7, 0.4, 1.3
+    got = checkpoint.driver().run(
+        prompt,
+        max_tokens=12,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    generated: list[int] = []
+    for _ in range(12):
+        with torch.inference_mode():
+            logits = checkpoint.reference(torch.tensor([prompt + generated])).logits[0, -1]
+        for token in set(prompt + generated):
+            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+        for token in set(generated):
+            logits[token] -= presence + frequency * generated.count(token)
+        generated.append(int(logits.argmax()))
+    assert got.tokens == generated
+
+
+def test_logit_bias_bans_and_forces(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
+    checkpoint = checkpoints("llama")
+    (prompt,) = random_prompts(rng, [10])
+    first = greedy(checkpoint.reference, prompt, 1)[0]
+    assert first not in checkpoint.driver().run(prompt, max_tokens=8, logit_bias={first: -1000.0}).tokens
+    assert checkpoint.driver().run(prompt, max_tokens=3, logit_bias={7: 1000.0}).tokens == [7, 7, 7]
+
+
+def test_logprobs_are_those_of_the_raw_distribution(
+    checkpoints: Checkpoints, rng: np.random.Generator
+) -> None:
+    checkpoint = checkpoints("qwen3")
+    (prompt,) = random_prompts(rng, [10])
+    driver = checkpoint.driver()
+    plain = driver.add(prompt, max_tokens=4)
+    id = driver.add(prompt, max_tokens=6, logprobs=3, temperature=0.7, seed=1)
+    driver.drain()
+    assert all(output.logprobs is None for output in driver.answers[plain].outputs)
+    context = list(prompt)
+    for output in driver.answers[id].outputs:
+        (token,), (details,) = output.tokens, output.logprobs or []
+        with torch.inference_mode():
+            expected = checkpoint.reference(torch.tensor([context])).logits[0, -1].log_softmax(-1)
+        assert abs(details.logprob - float(expected[token])) < 1e-4
+        best = expected.topk(3)
+        assert [id for id, _ in details.top] == best.indices.tolist()
+        assert np.allclose([value for _, value in details.top], best.values.tolist(), atol=1e-4)
+        context.append(token)
