@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
@@ -58,11 +59,6 @@ def spread(values: list[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def random_prompt(rng: np.random.Generator, vocab: int, length: int) -> bytes:
-    """A prompt of `length` random ids as the engine's messages carry it."""
-    return rng.integers(0, vocab, length, dtype=np.int32).tobytes()
-
-
 class OfflineBench:
     """One engine and the measurements on it."""
 
@@ -79,17 +75,14 @@ class OfflineBench:
 
     def prefill_once(self, length: int) -> float:
         """Seconds from adding one fresh prompt to its first token."""
-        self._add(length, 1)
-        started = time.perf_counter()
-        self._drain()
-        return time.perf_counter() - started
+        return self.time_prompt(self.prompt(length))[0]
 
     def decode(self, batch: int, steps: int, repeats: int) -> DecodeFigure:
         """Time `steps` decode steps of `batch` requests, `repeats` times."""
         speeds, walls, overheads = [], [], []
         for _ in range(repeats):
             for _ in range(batch):
-                self._add(DECODE_PROMPT, steps + 4)
+                self.add(DECODE_PROMPT, steps + 4)
             while self.core.last_step.decode_rows < batch:
                 self.core.step()
             taken, beyond = [], []
@@ -103,23 +96,41 @@ class OfflineBench:
             speeds.append(batch * steps / (time.perf_counter() - started))
             walls.append(statistics.median(taken))
             overheads.append(statistics.median(beyond))
-            self._drain()
+            self.drain()
         return DecodeFigure(batch, spread(speeds), spread(walls), spread(overheads))
 
-    def _add(self, length: int, max_tokens: int) -> None:
+    def prompt(self, length: int) -> NDArray[np.int32]:
+        """`length` random token ids."""
+        return self._rng.integers(0, self.core.ready().vocab_size, length, dtype=np.int32)
+
+    def add(self, length: int, max_tokens: int) -> None:
+        """Add a fresh random prompt that will generate exactly `max_tokens` greedy tokens."""
+        self._add(self.prompt(length), max_tokens)
+
+    def time_prompt(self, prompt: NDArray[np.int32]) -> tuple[float, int]:
+        """Seconds to the first token of `prompt`, and how many of its tokens were cached."""
+        self._add(prompt, 1)
+        started = time.perf_counter()
+        cached = self.drain()
+        return time.perf_counter() - started, cached
+
+    def drain(self) -> int:
+        """Run to the end of all requests; the largest number of cached tokens that one of them reported."""
+        cached = 0
+        while self.core.has_work():
+            cached = max([cached, *(output.cached_tokens for output in self.core.step().outputs)])
+        return cached
+
+    def _add(self, prompt: NDArray[np.int32], max_tokens: int) -> None:
         self._next_id += 1
         self.core.add(
             AddRequest(
                 id=self._next_id,
-                tokens=random_prompt(self._rng, self.core.ready().vocab_size, length),
+                tokens=prompt.tobytes(),
                 sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
                 arrival=time.monotonic(),
             )
         )
-
-    def _drain(self) -> None:
-        while self.core.has_work():
-            self.core.step()
 
 
 def machine() -> dict[str, object]:

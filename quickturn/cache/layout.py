@@ -93,8 +93,9 @@ def plan_arena(
     num_slabs = memory // slab
     if num_slabs < len(groups):
         raise ValueError(
-            f"a cache of {memory} bytes holds {num_slabs} slabs of {slab} bytes, but {len(groups)} cache group(s)"
-            f" need at least one each; raise --memory to {slab * len(groups)} or lower --block-tokens"
+            f"a cache of {memory} bytes holds {num_slabs} slabs of {slab} bytes, but"
+            f" {len(groups)} cache group(s) need at least one each;"
+            f" raise --memory to {slab * len(groups)} or lower --block-tokens"
         )
     laid = tuple(
         GroupLayout(group, size, slab // count, count)

@@ -1,6 +1,7 @@
 """`quickturn bench`: measurements, as JSON and as lines to read."""
 
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -78,3 +79,91 @@ def _transformers(
     path = resolve(config.model, config.load_format).path
     peer = TransformersPeer(path, resolve_dtype(config.dtype, device), device)
     return run(peer, prefill=lengths, decode=batches, steps=steps, repeats=repeats, log=typer.echo)
+
+
+@app.command(
+    epilog="Example: quickturn bench latency benchmarks/shapes/qwen3-8b --load-format dummy --decode 1x2048,8x2048"
+)
+def latency(
+    model: Annotated[str, typer.Argument(help="hub id, directory, .gguf file, or 'embedded'")] = "embedded",
+    load_format: Annotated[
+        str, typer.Option(help="auto, safetensors, gguf or dummy (random weights)")
+    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    memory: Annotated[str, typer.Option(help="bound of the cache; empty: what the device has")] = "",
+    decode: Annotated[str, typer.Option(help="decode shapes, batch x context")] = "1x2048,8x2048",
+    first_token: Annotated[str, typer.Option(help="prompt lengths for the time to the first token")] = "",
+    at_once: Annotated[str, typer.Option(help="requests x prompt x answer, added together")] = "",
+    max_requests: Annotated[int, typer.Option(help="most requests that run together")] = 64,
+    max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
+    steps: Annotated[int, typer.Option(help="decode steps of one shape")] = 128,
+    repeats: Annotated[int, typer.Option(help="repetitions of a first token")] = 5,
+    output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
+) -> None:
+    """Decode steps, time to the first token and throughput of one engine, each beside its roof."""
+    import torch
+
+    from quickturn.bench import latency as bench
+    from quickturn.bench.offline import OfflineBench, machine
+    from quickturn.engine.start import pick_device
+
+    config = EngineConfig(
+        model=model,
+        load_format=load_format,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+        device=device,
+        memory=parse_size(memory) if memory else None,
+        max_requests=max_requests,
+        max_step_tokens=max_step_tokens,
+    )
+    rate = bench.copy_rate(pick_device(device))
+    started = time.perf_counter()
+    running = OfflineBench(config)
+    running.prefill_once(8)
+    start_seconds = time.perf_counter() - started
+    typer.echo(f"memory roof {rate / 1e9:.0f} GB/s, first token after {start_seconds:.1f} s")
+    result: dict[str, object] = {
+        "machine": machine(),
+        "config": asdict(config),
+        "copy_bytes_per_second": rate,
+        "start_to_first_token_seconds": start_seconds,
+    }
+    shapes = []
+    for batch, context in _tuples(decode, 2):
+        shape = bench.decode_shape(running, batch, context, steps, rate)
+        typer.echo(
+            f"decode {batch:>3} x {context:>6}: {shape.tokens_per_second:8.1f} tokens/s, step"
+            f" {shape.step_ms.median:.3f} ms, {shape.roof_share:.1%} of the roof"
+        )
+        shapes.append(asdict(shape))
+    firsts = []
+    for length in _numbers(first_token):
+        first = bench.first_token(running, length, repeats)
+        typer.echo(
+            f"first token {length:>6}: cold {first.cold_ms.median:.1f} ms, 99% seen {first.seen_99_ms.median:.1f} ms"
+            f" ({first.seen_99_cached} cached), again {first.again_ms.median:.1f} ms ({first.again_cached} cached)"
+        )
+        firsts.append(asdict(first))
+    together = []
+    for requests, prompt, answer in _tuples(at_once, 3):
+        figure = bench.at_once(running, requests, prompt, answer)
+        typer.echo(
+            f"at once {requests:>3} x {prompt} in, {answer} out: {figure.output_tokens_per_second:.0f} tokens/s in all,"
+            f" decode {figure.decode_tokens_per_second:.0f} tokens/s"
+        )
+        together.append(asdict(figure))
+    running.core.close()
+    if torch.cuda.is_available():
+        result["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    result |= {"decode": shapes, "first_token": firsts, "at_once": together}
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _tuples(text: str, size: int) -> list[tuple[int, ...]]:
+    """Entries such as '8x2048', comma between them."""
+    entries = [tuple(_numbers(entry.replace("x", ","))) for entry in text.split(",") if entry]
+    if any(len(entry) != size for entry in entries):
+        raise typer.BadParameter(f"{text!r} must be entries of {size} numbers with x between, such as 8x2048")
+    return entries

@@ -164,6 +164,12 @@ class EngineCore:
             values[f"finished_{reason}"] = float(self._finished[reason])
         return EngineStats(values)
 
+    def step_bytes(self, rows: int, context: int) -> int:
+        """The least bytes that a decode step reads: all weights once, and the cache of `rows` contexts."""
+        layout = self._started.layout
+        per_token = sum(laid.group.elements_per_token() for laid in layout.groups) * layout.itemsize
+        return self._started.weight_bytes_read + rows * context * per_token
+
     def close(self) -> None:
         """Wait for what the device still does."""
         while self._in_flight:

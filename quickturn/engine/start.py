@@ -33,6 +33,8 @@ class StartedEngine:
     ready: EngineReady
     eos_token_ids: tuple[int, ...]
     overlap: bool
+    weight_bytes_read: int
+    """Weight bytes that every decode step reads: all but the rows of an input embedding of its own."""
 
 
 def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> StartedEngine:
@@ -62,6 +64,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
         max_context=max_context,
         vocab_size=model.vocab_size,
     )
+    if device.type == "cuda" and config.graphs:
+        runner.capture_graphs(lambda done, total: progress(LoadProgress("recording graphs", done, total)))
     ready = EngineReady(
         max_context=max_context,
         max_requests=config.max_requests,
@@ -79,7 +83,9 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
         },
     )
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap)
+    tied = info.config.get("tie_word_embeddings", False)
+    embedding = 0 if tied else model.vocab_size * model.architecture.hidden_size * info.dtype.itemsize
+    return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap, info.weight_bytes - embedding)
 
 
 def pick_device(name: str) -> torch.device:

@@ -45,6 +45,8 @@ class DeviceBatch:
         device: torch.device,
     ) -> None:
         """Allocate the tables: `max_requests` slots of up to `max_context` tokens."""
+        self.max_requests = max_requests
+        self.max_context = max_context
         self._block_tokens = layout.block_tokens
         self._caches = caches
         self._device = device
@@ -55,6 +57,8 @@ class DeviceBatch:
         self.block_tables = tuple(
             torch.zeros((rows, blocks), dtype=torch.int32, device=device) for _ in layout.groups
         )
+        for table in self.block_tables:
+            table[self.padding_slot] = -1
         self._decode_starts = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
         self._decode_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
 
@@ -80,17 +84,8 @@ class DeviceBatch:
         count, num_decode = len(rows.slots), rows.num_decode
         slots = self._upload(rows.slots).long()
         if num_decode == count:
-            positions = self._upload(rows.context_lens).long()
-            return self._gather(
-                slots,
-                self._decode_rows[:count],
-                positions,
-                self._decode_starts[: count + 1],
-                num_decode,
-                max_query_len=1,
-                max_context_len=int(rows.context_lens.max(initial=0)) + 1,
-                sample_rows=self._sample_rows(rows, np.arange(count)),
-            )
+            longest = int(rows.context_lens.max(initial=0)) + 1
+            return self.decode_batch(slots, self._upload(rows.context_lens).long(), longest)
         ends = np.cumsum(rows.query_lens, dtype=np.int32)
         starts = ends - rows.query_lens
         row_of_token = np.repeat(np.arange(count), rows.query_lens)
@@ -104,6 +99,25 @@ class DeviceBatch:
             max_query_len=int(rows.query_lens.max()),
             max_context_len=int((rows.context_lens + rows.query_lens).max()),
             sample_rows=self._sample_rows(rows, ends - 1),
+        )
+
+    def decode_batch(
+        self, slots: torch.Tensor, positions: torch.Tensor, max_context_len: int
+    ) -> ForwardBatch:
+        """A batch of decode rows, all sampled, from tensors on the device alone: a CUDA graph can record it.
+
+        slots, positions: int64 [R]; a padding row has `padding_slot` and position -1.
+        """
+        count = len(slots)
+        return self._gather(
+            slots,
+            self._decode_rows[:count],
+            positions,
+            self._decode_starts[: count + 1],
+            count,
+            max_query_len=1,
+            max_context_len=max_context_len,
+            sample_rows=self._decode_rows[:count],
         )
 
     def _gather(
@@ -123,11 +137,12 @@ class DeviceBatch:
         token_slots = slots[row_of_token]
         tables = tuple(table[:, :width][slots] for table in self.block_tables)
         index, offset = positions // size, positions % size
+        # A padding row's block is -1, which makes every place of it negative: not written.
         mapping = tuple(table[token_slots, index].long() * size + offset for table in self.block_tables)
         last = query_start[1:].long() - 1
         return ForwardBatch(
             token_ids=self.token_ids[token_slots, positions].long(),
-            positions=positions,
+            positions=positions.clamp(min=0) if self._device.type == "cuda" else positions,
             num_decode=num_decode,
             query_start=query_start,
             context_lens=(positions[last] + 1).to(torch.int32),

@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quickturn.cache.arena import Arena
 from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.graphs import DecodeGraphs
 from quickturn.execution.sampler import RowLogprobs, Sampler
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
@@ -47,7 +48,7 @@ class PendingStep:
     def __init__(
         self,
         tokens: torch.Tensor,
-        logprobs: Sequence[RowLogprobs | None],
+        logprobs: Callable[[], Sequence[RowLogprobs | None]],
         started: float,
         done: torch.cuda.Event | None,
     ) -> None:
@@ -64,7 +65,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
             seconds = time.perf_counter() - self._started
-        return StepTokens(self._tokens.numpy(), self._logprobs, seconds)
+        return StepTokens(self._tokens.numpy(), self._logprobs(), seconds)
 
 
 class Runner:
@@ -87,6 +88,12 @@ class Runner:
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
+        self._graphs: DecodeGraphs | None = None
+
+    def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
+        """Record the decode step of every batch bucket; `progress(done, total)`. Needs a CUDA device."""
+        self._graphs = DecodeGraphs(self._model, self._batch, self._device)
+        self._graphs.capture(progress)
 
     def admit(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
@@ -103,8 +110,9 @@ class Runner:
         started = time.perf_counter()
         for group, update in enumerate(updates):
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
-        batch = self._batch.forward_batch(rows)
-        logits = self._model.forward(batch)
+        logits = self._graphs.replay(rows) if self._graphs is not None else None
+        if logits is None:
+            logits = self._model.forward(self._batch.forward_batch(rows))
         sampling = rows.samples != 0
         slots = rows.slots[sampling]
         positions = (rows.context_lens + rows.query_lens)[sampling]
@@ -112,9 +120,9 @@ class Runner:
         if len(slots):
             self._batch.append(slots, positions, sampled.tokens)
         if self._device.type != "cuda":
-            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs(), started, None)
+            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs, started, None)
         host = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return PendingStep(host, sampled.logprobs(), started, done)
+        return PendingStep(host, sampled.logprobs, started, done)

@@ -1,0 +1,105 @@
+"""Decode steps as CUDA graphs, one for each bucket of batch sizes.
+
+A graph reads two small static tensors (slots and positions) and gathers everything else on the device, so
+that a replay costs one copy and one launch. Rows that fill a batch up to its bucket point to the padding
+slot: nothing is written for them, and what they compute is thrown away.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.models.base import Model
+
+WARM_UP_RUNS = 2
+"""Eager runs ahead of a recording: kernels get compiled and libraries allocate their workspaces."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded decode step. inputs: int64 [2, bucket], slots and positions; logits: float32 [bucket,
+    vocab].
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    logits: torch.Tensor
+
+
+def buckets(max_requests: int) -> list[int]:
+    """Batch sizes worth a graph: fine where a padded row costs most, coarser above."""
+    sizes = {
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        *range(12, 33, 4),
+        *range(40, 129, 8),
+        *range(144, 257, 16),
+        *range(288, 2049, 32),
+    }
+    return sorted({size for size in sizes if size < max_requests} | {max_requests})
+
+
+class DecodeGraphs:
+    """The recorded decode steps of one runner."""
+
+    def __init__(self, model: Model, batch: DeviceBatch, device: torch.device) -> None:
+        """Nothing is recorded until `capture`."""
+        self._model = model
+        self._batch = batch
+        self._device = device
+        self._recorded: dict[int, RecordedStep] = {}
+        self._bucket_of: list[int] = []
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Record every bucket, the largest first so that the others share its memory."""
+        sizes = buckets(self._batch.max_requests)
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(sizes)):
+            progress(done, len(sizes))
+            self._recorded[size] = self._record(size, pool)
+        progress(len(sizes), len(sizes))
+        self._bucket_of = [
+            next(size for size in sizes if size >= count) for count in range(1, self._batch.max_requests + 1)
+        ]
+
+    def replay(self, rows: StepRows) -> torch.Tensor | None:
+        """Logits of a step of sampled decode rows, float32 [R, vocab]; None if the step isn't of that kind.
+
+        The logits are overwritten by the next replay of the same bucket.
+        """
+        count = len(rows.slots)
+        if rows.num_decode < count or not rows.samples.all():
+            return None
+        recorded = self._recorded[self._bucket_of[count - 1]]
+        packed = np.empty((2, recorded.inputs.shape[1]), dtype=np.int64)
+        packed[0, :count], packed[0, count:] = rows.slots, self._batch.padding_slot
+        packed[1, :count], packed[1, count:] = rows.context_lens, -1
+        recorded.inputs.copy_(torch.from_numpy(packed), non_blocking=True)
+        recorded.graph.replay()
+        return recorded.logits[:count]
+
+    def _record(self, size: int, pool: Any) -> RecordedStep:
+        inputs = torch.empty((2, size), dtype=torch.int64, device=self._device)
+        inputs[0], inputs[1] = self._batch.padding_slot, -1
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                self._forward(inputs)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._forward(inputs)
+        return RecordedStep(graph, inputs, logits)
+
+    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self._model.forward(self._batch.decode_batch(inputs[0], inputs[1], self._batch.max_context))
