@@ -33,6 +33,13 @@ class DecodeShape:
     roof_ms: float
     roof_share: float
 
+    def line(self) -> str:
+        """The figure for a terminal."""
+        return (
+            f"decode {self.batch:>3} x {self.context:>6}: {self.tokens_per_second:8.1f} tokens/s, step"
+            f" {self.step_ms.median:.3f} ms, {self.roof_share:.1%} of the roof"
+        )
+
 
 @dataclass(frozen=True)
 class FirstToken:
@@ -47,6 +54,14 @@ class FirstToken:
     again_ms: Spread
     again_cached: int
 
+    def line(self) -> str:
+        """The figure for a terminal."""
+        return (
+            f"first token {self.prompt_tokens:>6}: cold {self.cold_ms.median:.1f} ms,"
+            f" 99% seen {self.seen_99_ms.median:.1f} ms ({self.seen_99_cached} cached),"
+            f" again {self.again_ms.median:.1f} ms ({self.again_cached} cached)"
+        )
+
 
 @dataclass(frozen=True)
 class AtOnce:
@@ -58,6 +73,14 @@ class AtOnce:
     output_tokens_per_second: float
     decode_tokens_per_second: float
     seconds: float
+
+    def line(self) -> str:
+        """The figure for a terminal."""
+        return (
+            f"at once {self.requests:>3} x {self.prompt} in, {self.answer} out:"
+            f" {self.output_tokens_per_second:.0f} tokens/s in all,"
+            f" decode {self.decode_tokens_per_second:.0f} tokens/s"
+        )
 
 
 def copy_rate(device: torch.device) -> float:

@@ -82,7 +82,7 @@ def _transformers(
 
 
 @app.command(
-    epilog="Example: quickturn bench latency benchmarks/shapes/qwen3-8b --load-format dummy --decode 1x2048,8x2048"
+    epilog="Example: quickturn bench latency benchmarks/shapes/qwen3-8b --load-format dummy --decode 1x2048"
 )
 def latency(
     model: Annotated[str, typer.Argument(help="hub id, directory, .gguf file, or 'embedded'")] = "embedded",
@@ -132,26 +132,17 @@ def latency(
     shapes = []
     for batch, context in _tuples(decode, 2):
         shape = bench.decode_shape(running, batch, context, steps, rate)
-        typer.echo(
-            f"decode {batch:>3} x {context:>6}: {shape.tokens_per_second:8.1f} tokens/s, step"
-            f" {shape.step_ms.median:.3f} ms, {shape.roof_share:.1%} of the roof"
-        )
+        typer.echo(shape.line())
         shapes.append(asdict(shape))
     firsts = []
     for length in _numbers(first_token):
         first = bench.first_token(running, length, repeats)
-        typer.echo(
-            f"first token {length:>6}: cold {first.cold_ms.median:.1f} ms, 99% seen {first.seen_99_ms.median:.1f} ms"
-            f" ({first.seen_99_cached} cached), again {first.again_ms.median:.1f} ms ({first.again_cached} cached)"
-        )
+        typer.echo(first.line())
         firsts.append(asdict(first))
     together = []
     for requests, prompt, answer in _tuples(at_once, 3):
         figure = bench.at_once(running, requests, prompt, answer)
-        typer.echo(
-            f"at once {requests:>3} x {prompt} in, {answer} out: {figure.output_tokens_per_second:.0f} tokens/s in all,"
-            f" decode {figure.decode_tokens_per_second:.0f} tokens/s"
-        )
+        typer.echo(figure.line())
         together.append(asdict(figure))
     running.core.close()
     if torch.cuda.is_available():
