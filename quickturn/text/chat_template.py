@@ -89,7 +89,7 @@ class ChatTemplate:
             return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise TemplateFailed(f"the model's chat template refused the messages: {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError, OverflowError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError, ArithmeticError) as error:
             raise TemplateFailed(f"the model's chat template failed on the messages: {error!r}") from error
 
 

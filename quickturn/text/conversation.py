@@ -39,7 +39,7 @@ def _normalise(message: dict[str, Any], place: str, template: str) -> dict[str, 
         result["tool_calls"] = _tool_calls(result["tool_calls"], f"{place}.tool_calls")
     reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is not None:
-        result |= dict.fromkeys(_REASONING_NAMES, reasoning)
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     return result
 
 

@@ -1,88 +1,12 @@
-"""Servers of the fake core as processes of their own: real sockets, real signals, a real engine process
-behind each.
-"""
+"""Fixtures: a model without weights, and servers over it."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from tiny_text import write_tiny_text  # noqa: E402
-
-
-@dataclass
-class Served:
-    process: "subprocess.Popen[str]"
-    url: str
-
-    @property
-    def root(self) -> str:
-        return self.url.removesuffix("/v1")
-
-    def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = [int(pid) for pid in children if b"quickturn.engine.process" in _command(int(pid))]
-        assert len(pids) == 1, f"children {children}"
-        return pids[0]
-
-    def stats(self) -> dict[str, float]:
-        page = httpx.get(f"{self.root}/metrics").text
-        lines = [line.split() for line in page.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in (line for line in lines if len(line) == 2)}
-
-    def wait_for(
-        self, condition: Callable[[dict[str, float]], bool], seconds: float = 10.0
-    ) -> dict[str, float]:
-        """Poll the metrics until `condition` holds; fails after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while not condition(stats := self.stats()):
-            assert time.monotonic() < deadline, f"never happened; the last figures are {stats}"
-        return stats
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def start_server(model: Path, **options: Any) -> Served:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "run_fake_server.py"), json.dumps({"model": str(model), **options})],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, f"the server did not start: status {process.wait()}"
-    return Served(process, json.loads(line)["url"])
-
-
-def stop_server(served: Served) -> None:
-    if served.process.poll() is None:
-        served.process.send_signal(signal.SIGTERM)
-        try:
-            served.process.wait(15)
-        except subprocess.TimeoutExpired:
-            served.process.kill()
-            served.process.wait()
-    if served.process.stdout is not None:
-        served.process.stdout.close()
+from servers import Served, start_server, stop_server
+from tiny_text import write_tiny_text
 
 
 @pytest.fixture(scope="session")

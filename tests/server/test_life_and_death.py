@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Served
+from servers import Served
 
 from quickturn.config import EngineConfig
 from quickturn.engine.client import EngineClient, EngineDied
@@ -142,7 +142,7 @@ async def test_drain_is_bounded(own_server: Callable[..., Served], how: str) -> 
 
 @pytest.fixture
 def child_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    from conftest import HERE
+    from servers import HERE
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
 

@@ -5,8 +5,8 @@ import json
 
 import openai
 import pytest
-from conftest import Served
 from fake_core import DEFAULT_TEXT
+from servers import Served
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

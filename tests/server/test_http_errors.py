@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Served
+from servers import Served
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 

@@ -1,0 +1,18 @@
+"""Tokenizers that several tests read."""
+
+from pathlib import Path
+
+import pytest
+
+from quickturn.text.model_files import embedded_model
+from quickturn.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm_file() -> Path:
+    return embedded_model()
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_file: Path) -> Tokenizer:
+    return load_tokenizer(str(smollm_file))
