@@ -11,7 +11,7 @@ from quickturn.loading.load import load_model
 from quickturn.models.base import Model
 
 TINY: dict[str, Any] = {
-    "vocab_size": 199,
+    "vocab_size": 198,
     "hidden_size": 64,
     "intermediate_size": 112,
     "num_hidden_layers": 3,

@@ -1,0 +1,150 @@
+"""Placements: legal from end to end, and true: ranks that hold what they declare compute the dense model."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from paged import PagedCache, PagedRequest
+from quickturn_kernels import LinearWeight, prepare_linear
+from tiny import OPTIONS
+from transformers import PreTrainedModel
+
+from quickturn.layers.forward import ForwardBatch, LayerCache
+from quickturn.models.base import Model, build
+from quickturn.parallel.placement import (
+    Partial,
+    Placement,
+    PlacementError,
+    Replicate,
+    Shard,
+    Step,
+    conversion,
+    conversions,
+)
+from quickturn.parallel.weights import WeightSpec
+
+PLACEMENTS: list[Placement] = [Replicate(), Partial(), Shard(0), Shard(-1)]
+
+
+def place(whole: torch.Tensor, placement: Placement, rank: int, ranks: int) -> torch.Tensor:
+    match placement:
+        case Replicate():
+            return whole
+        case Partial():
+            return whole if rank == 0 else torch.zeros_like(whole)
+        case Shard(dim):
+            return whole.chunk(ranks, dim)[rank]
+
+
+def gather(parts: list[torch.Tensor], placement: Placement) -> torch.Tensor:
+    match placement:
+        case Replicate():
+            return parts[0]
+        case Partial():
+            return torch.stack(parts).sum(0)
+        case Shard(dim):
+            return torch.cat(parts, dim)
+
+
+def shard_weight(whole: torch.Tensor, spec: WeightSpec, rank: int, ranks: int) -> torch.Tensor:
+    """Each segment by itself, as WeightSpec says."""
+    if spec.placement != Shard(0):
+        return place(whole, spec.placement, rank, ranks).contiguous()
+    for segment in spec.segments:
+        assert segment.rows % (segment.unit * ranks) == 0
+    segments = whole.split([segment.rows for segment in spec.segments])
+    return torch.cat([place(segment, Shard(0), rank, ranks) for segment in segments])
+
+
+def run_on_ranks(models: list[Model], batches: list[ForwardBatch]) -> torch.Tensor:
+    """All ranks step by step; between steps data moves the dearest way: made whole, then placed."""
+    ranks = len(models)
+    xs = [batch.token_ids for batch in batches]
+    residuals = xs
+    for steps in zip(*(model.steps for model in models), strict=True):
+        xs = [
+            step.run(x, residual, batch)
+            for step, x, residual, batch in zip(steps, xs, residuals, batches, strict=True)
+        ]
+        index = models[0].steps.index(steps[0])
+        if steps[0].residual == "begin":
+            residuals = xs
+            xs = [x.clone() for x in xs]
+        whole = gather(xs, steps[0].produces)
+        if index + 1 == len(models[0].steps):
+            return whole
+        wanted = models[0].steps[index + 1].consumes
+        xs = [place(whole, wanted, rank, ranks).clone() for rank in range(ranks)]
+    raise AssertionError("no steps")
+
+
+@pytest.mark.parametrize("option", ["llama-biases", "llama-tied", "qwen2", "qwen3-biases-tied"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_compute_the_dense_model(
+    option: str, ranks: int, pair: Callable[[str], tuple[PreTrainedModel, Model]]
+) -> None:
+    reference, dense = pair(option)
+    checkpoint = reference.state_dict()
+    models = []
+    for rank in range(ranks):
+        parameters: dict[str, torch.Tensor | LinearWeight] = {}
+        for spec in dense.architecture.weights():
+            whole = torch.cat([checkpoint[segment.tensor] for segment in spec.segments])
+            part = shard_weight(whole, spec, rank, ranks)
+            parameters[spec.name] = prepare_linear(part) if spec.use == "linear" else part
+        models.append(build(dense.architecture, parameters, 64, torch.device("cpu")))
+    ids = torch.randint(3, 190, (17,), generator=torch.Generator().manual_seed(3)).tolist()
+    cache = PagedCache(dense, num_blocks=8, block_tokens=4, seed=1)
+    batch = cache.batch([(PagedRequest(), ids)])
+    batches = []
+    for _ in range(ranks):
+        share = tuple(
+            LayerCache(layer.group, heads(layer.k, ranks), heads(layer.v, ranks)) for layer in batch.caches
+        )
+        batches.append(replace(batch, caches=share))
+    logits = run_on_ranks(models, batches)
+    torch.testing.assert_close(logits, dense.forward(batch), atol=1e-4, rtol=1e-4)
+
+
+def heads(cache: torch.Tensor, ranks: int) -> torch.Tensor:
+    """A rank's own cache, with its share of the key-value heads."""
+    return torch.zeros(*cache.shape[:2], cache.shape[2] // ranks, cache.shape[3])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_placements_chain(option: str, pair: Callable[[str], tuple[PreTrainedModel, Model]]) -> None:
+    """One layer moves data twice: after attention and after the feed-forward."""
+    _, model = pair(option)
+    moves = conversions(model.steps)
+    layers = len(model.architecture.layers)
+    assert moves.count("all_reduce") == 2 * layers
+    assert set(moves) == {"none", "all_reduce"}
+    assert len({step.name for step in model.steps}) == len(model.steps)
+
+
+def test_conversions_are_what_they_say() -> None:
+    """Every pair of placements: either refused, or the collective's name fits what moves."""
+    known = {
+        (Replicate, Replicate): "none", (Partial, Partial): "none", (Replicate, Shard): "slice",
+        (Partial, Replicate): "all_reduce", (Partial, Shard): "reduce_scatter",
+        (Shard, Replicate): "all_gather",
+    }  # fmt: skip
+    for have in PLACEMENTS:
+        for want in PLACEMENTS:
+            if isinstance(have, Shard) and isinstance(want, Shard):
+                assert conversion(have, want) == ("none" if have == want else "all_to_all")
+            elif (type(have), type(want)) in known:
+                assert conversion(have, want) == known[type(have), type(want)]
+            else:
+                with pytest.raises(PlacementError):
+                    conversion(have, want)
+
+
+def test_an_illegal_pair_names_both_steps(pair: Callable[[str], tuple[PreTrainedModel, Model]]) -> None:
+    _, model = pair("llama")
+    steps: list[Step] = [copy.copy(step) for step in model.steps]
+    steps[3] = replace(steps[3], consumes=Partial())
+    with pytest.raises(PlacementError, match=r"qkv_proj' is followed by step 'model.*\.attend'"):
+        conversions(steps)
