@@ -284,7 +284,7 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure = message
-        if not self._closing:
+        if self.ready is not None and not self._closing:
             log.error("%s; %d open requests end with an error", message, len(self._streams))
         for stream in self._streams.values():
             stream._fail(message)

@@ -132,11 +132,18 @@ def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
         loop.run(core)
         core.close()
     except Exception as error:
-        log.exception("the engine stops")
-        expected = isinstance(error, ValueError | OSError | ImportError | MemoryError)
-        loop.send(EngineFailed(str(error) if expected and str(error) else f"{type(error).__name__}: {error}"))
+        loop.send(EngineFailed(_message(error)))
         return 1
     return 0
+
+
+def _message(error: Exception) -> str:
+    """What the user should read; a stack in the log only for faults that a user can't mend."""
+    if isinstance(error, ValueError | OSError | MemoryError) and str(error):
+        log.debug("the engine stops", exc_info=error)
+        return str(error)
+    log.error("the engine stops", exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:

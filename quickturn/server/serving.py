@@ -8,19 +8,17 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import uvicorn
 
 from quickturn.config import EngineConfig
-from quickturn.engine.client import EngineClient
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.process import DEFAULT_CORE
 from quickturn.server.app import build_app
+from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
 from quickturn.text.chat_template import ChatTemplate
-from quickturn.text.model_files import display_name
-from quickturn.text.tokenizer import load_tokenizer
+from quickturn.text.model_files import display_name, resolve_model
 
 _POLL_S = 0.05
 _GRACE_S = 2
@@ -44,26 +42,12 @@ class ServeConfig:
 async def start_state(
     engine_config: EngineConfig, config: ServeConfig, progress: Callable[[LoadProgress], None] | None = None
 ) -> ServerState:
-    """Start the engine process, load the text side meanwhile, and put both together.
+    """The engine and the text side of a model as one state.
 
     Raises EngineDied or ValueError with a message for the user when either can't be had.
     """
-    engine = EngineClient(engine_config, config.core, config.log_level.upper())
-    started = asyncio.create_task(engine.start(progress))
-    text = asyncio.create_task(asyncio.to_thread(load_tokenizer, engine_config.model))
-    try:
-        both: set[asyncio.Task[Any]] = {started, text}
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if text.done():
-            text.result()
-        await started
-        tokenizer = await text
-    except BaseException:
-        started.cancel()
-        await asyncio.gather(started, text, return_exceptions=True)
-        await engine.close()
-        raise
-    name = engine_config.served_model_name or display_name(engine_config.model)
+    engine, tokenizer = await start_engine(engine_config, progress, config.core, config.log_level)
+    name = engine_config.served_model_name or display_name(resolve_model(engine_config.model))
     template = tokenizer.chat_template
     return ServerState(
         engine=engine,

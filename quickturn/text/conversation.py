@@ -19,8 +19,8 @@ def normalise_messages(messages: list[dict[str, Any]], template: str) -> list[di
     """Fresh messages for a template of the given source.
 
     Content becomes one string (absent and empty ones ''), arguments of past tool calls become objects,
-    reasoning goes by every name in use, and the role `developer` becomes `system` where the template doesn't
-    know it. Raises BadMessage.
+    reasoning goes by both names that templates read, and the role `developer` becomes `system` where the
+    template doesn't know it. Raises BadMessage.
     """
     if not messages:
         raise BadMessage("messages", "messages must hold at least one message")

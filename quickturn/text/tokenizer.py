@@ -18,7 +18,7 @@ import tokenizers
 
 from quickturn.text.gguf_metadata import Value, read_gguf_metadata
 from quickturn.text.gguf_tokenizer import build_gguf_tokenizer, strings_of
-from quickturn.text.model_files import read_json, text_directory
+from quickturn.text.model_files import read_json, text_source
 from quickturn.text.vocabulary import Vocabulary
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -150,11 +150,11 @@ def pack_tokens(ids: Iterable[int]) -> bytes:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a `.gguf` file, a model directory or a hub id. Raises ValueError saying what is
-    missing."""
-    if model.endswith(".gguf"):
-        return _from_gguf(read_gguf_metadata(Path(model).expanduser()))
-    return _from_directory(text_directory(model))
+    """The tokenizer of a model under any name that `text_source` knows. Raises ValueError saying what is
+    missing.
+    """
+    source = text_source(model)
+    return _from_gguf(read_gguf_metadata(source)) if source.is_file() else _from_directory(source)
 
 
 def _from_gguf(metadata: dict[str, Value]) -> Tokenizer:

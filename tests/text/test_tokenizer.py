@@ -31,8 +31,8 @@ def same_on_random_text(
 def test_embedded_gguf_is_transformers_conversion(smollm: Tokenizer, smollm_file: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(smollm_file.parent, gguf_file=smollm_file.name)
-    # The model was trained on single digits, cut out before anything else, and says so ('smollm'). The library
-    # (5.24) doesn't know that name and cuts as GPT-2 does: equal where no digit is, and everywhere once told.
+    # The model was trained on single digits, cut out before all else, and says so ('smollm'). The library
+    # (5.24) doesn't know that name and cuts as GPT-2 does: equal without digits, and always once told.
     rng = random.Random(1)
     for _ in range(500):
         text = "".join(char for char in random_text(rng) if not char.isnumeric())
@@ -208,11 +208,17 @@ def test_gguf_metadata_of_no_gguf(tmp_path: Path) -> None:
 def test_names_and_places(smollm_file: Path, tmp_path: Path) -> None:
     assert resolve_model("embedded") == str(smollm_file)
     assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-    with pytest.raises(ValueError, match="no file or directory"):
-        resolve_model("./nothing.gguf")
+    for nothing in ("./nothing.gguf", "nothing", "/nowhere", "some/nothing.gguf"):
+        with pytest.raises(ValueError, match="neither a directory"):
+            resolve_model(nothing)
     assert display_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert display_name(str(smollm_file)) == smollm_file.stem
     assert display_name(str(tmp_path)) == tmp_path.name
+
+
+def test_a_directory_with_one_gguf_file(smollm_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(smollm_file)
+    assert load_tokenizer(str(tmp_path)).eos_ids == (2,)
 
 
 def test_no_heavy_import() -> None:

@@ -1,0 +1,179 @@
+"""`quickturn chat`: talk to a model in the terminal, in front of an engine process of its own."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quickturn.cli import options
+from quickturn.engine.process import DEFAULT_CORE
+from quickturn.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickturn.engine.client import EngineClient
+    from quickturn.text.chat_template import ChatTemplate
+    from quickturn.text.tokenizer import Tokenizer
+
+EXAMPLE = 'Example: quickturn chat embedded --prompt "Name three rivers." --temperature 0'
+_HELP = "Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation."
+
+
+def chat(
+    model: options.Model = "embedded",
+    prompt: Annotated[str, typer.Option(help="Answer this and exit; '-' reads standard input.")] = "",
+    system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Default: the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 1024,
+    memory: options.Memory = "512MiB",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    load_format: options.Format = "auto",
+    max_context: options.MaxContext = None,
+    core: options.Core = DEFAULT_CORE,
+) -> None:
+    """Talk to a model in this terminal. Answers stream as they form."""
+    config = options.engine_config(
+        model,
+        memory=memory,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        max_context=max_context,
+        max_requests=8,
+    )
+    given = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    messages = [{"role": "system", "content": system}] if system else []
+    from quickturn.cli.progress import StartDisplay
+    from quickturn.engine.client import EngineDied
+    from quickturn.server.startup import start_engine
+    from quickturn.text.chat_template import ChatTemplate
+
+    with asyncio.Runner() as runner:
+        engine: EngineClient | None = None
+        try:
+            with StartDisplay() as display:
+                engine, tokenizer = runner.run(start_engine(config, display, core, "warning"))
+            if tokenizer.chat_template is None:
+                raise ValueError(f"{model} has no chat template, so it can't chat; try /v1/completions")
+            talk = Talk(
+                engine,
+                tokenizer,
+                ChatTemplate(tokenizer.chat_template, tokenizer.special),
+                {**tokenizer.sampling_defaults, **sampling},
+                max_tokens,
+                messages,
+            )
+            if prompt:
+                text = sys.stdin.read() if prompt == "-" else prompt
+                runner.run(talk.say(text))
+            else:
+                _converse(runner, talk)
+        except (EngineDied, ValueError, OSError) as error:
+            raise options.fail(error) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        finally:
+            if engine is not None:
+                runner.run(engine.close())
+
+
+class Talk:
+    """A conversation: what was said, and the engine that answers."""
+
+    def __init__(
+        self,
+        engine: "EngineClient",
+        tokenizer: "Tokenizer",
+        template: "ChatTemplate",
+        sampling: dict[str, Any],
+        max_tokens: int,
+        messages: list[dict[str, Any]],
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._template = template
+        self._sampling = sampling
+        self._max_tokens = max_tokens
+        self._beginning = list(messages)
+        self.messages = messages
+        self.tokens = 0
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = list(self._beginning)
+
+    async def say(self, text: str) -> None:
+        """Print the answer to `text` as it comes. Of an interrupted answer, what was printed stays in the
+        conversation.
+        """
+        self.messages.append({"role": "user", "content": text})
+        parts: list[str] = []
+        try:
+            async with aclosing(self._answer()) as answer:
+                async for part in answer:
+                    parts.append(part)
+                    sys.stdout.write(part)
+                    sys.stdout.flush()
+        finally:
+            sys.stdout.write("\n")
+            self.messages.append({"role": "assistant", "content": "".join(parts)})
+
+    async def _answer(self) -> AsyncGenerator[str, None]:
+        from quickturn.text.detokenizer import Detokenizer
+        from quickturn.text.tokenizer import pack_tokens
+
+        assert self._engine.ready is not None
+        marked = self._tokenizer.mark_data(self.messages)
+        ids = self._tokenizer.encode_marked(self._template.render(marked))
+        left = self._engine.ready.max_context - len(ids)
+        if left < 1:
+            raise ValueError(f"the conversation fills the context of {self._engine.ready.max_context} tokens")
+        sampling = SamplingParams(
+            max_tokens=min(self._max_tokens, left), stop_token_ids=self._tokenizer.eos_ids, **self._sampling
+        )
+        detokenizer = Detokenizer(self._tokenizer, sampling)
+        stream = self._engine.submit(pack_tokens(ids), sampling)
+        self.tokens = 0
+        try:
+            async for output in stream:
+                if output.finish == "error":
+                    raise ValueError(output.error)
+                delta = detokenizer.push(output.tokens, output.finish)
+                self.tokens += delta.tokens
+                yield delta.text
+        finally:
+            stream.cancel()
+
+
+def _converse(runner: asyncio.Runner, talk: Talk) -> None:
+    import readline  # noqa: F401  (line editing for input)
+
+    typer.secho(_HELP, err=True, dim=True)
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if text == "/clear":
+            talk.clear()
+        elif text in ("/help", "/?"):
+            typer.echo(_HELP)
+        elif text in ("/exit", "/quit"):
+            return
+        elif text:
+            started = time.perf_counter()
+            try:
+                runner.run(talk.say(text))
+            except KeyboardInterrupt:
+                typer.secho("(stopped)", err=True, dim=True)
+            else:
+                seconds = time.perf_counter() - started
+                typer.secho(f"({talk.tokens} tokens, {talk.tokens / seconds:.0f}/s)", err=True, dim=True)

@@ -1,0 +1,67 @@
+"""Options of the engine that several commands share."""
+
+from typing import Annotated, Any, get_args
+
+import typer
+
+from quickturn.config import DtypeName, EngineConfig, LoadFormat, parse_size
+from quickturn.text.model_files import EMBEDDED
+
+
+def _one_of(choices: Any) -> Any:
+    allowed = get_args(choices)
+
+    def check(value: str) -> str:
+        if value not in allowed:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}")
+        return value
+
+    return check
+
+
+def _size(text: str) -> str:
+    if text:
+        try:
+            parse_size(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return text
+
+
+Model = Annotated[str, typer.Argument(help=f"Hub id, directory of safetensors, .gguf file, or '{EMBEDDED}'.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Of weights and cache: auto, float32, bfloat16, float16.", callback=_one_of(DtypeName)),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Format = Annotated[
+    str,
+    typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", callback=_one_of(LoadFormat)),
+]
+Memory = Annotated[
+    str, typer.Option(help="Bound of the cache, such as 2GiB. Default: from the machine.", callback=_size)
+]
+MaxContext = Annotated[
+    int | None, typer.Option(help="Tokens of prompt and answer together. Default: the model's.", min=1)
+]
+MaxRequests = Annotated[int, typer.Option(help="Requests that run at once.", min=1)]
+MaxStepTokens = Annotated[int, typer.Option(help="Tokens of one step.", min=1)]
+BlockTokens = Annotated[int, typer.Option(help="Tokens of a cache block, a power of two.", min=1)]
+PrefixCache = Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")]
+
+Core = Annotated[str, typer.Option(help="Class that the engine process runs, as module:name.", hidden=True)]
+
+
+def engine_config(model: str, **options: Any) -> EngineConfig:
+    """The configuration that the options describe; a wrong combination ends the command with its message."""
+    memory = options.pop("memory", "")
+    try:
+        return EngineConfig(model=model, memory=parse_size(memory) if memory else None, **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def fail(message: object) -> typer.Exit:
+    """Print an error for the user; raise the result to end the command with status 1."""
+    typer.secho(f"Error: {message}", err=True, fg=typer.colors.RED)
+    return typer.Exit(1)

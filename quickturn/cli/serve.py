@@ -1,0 +1,86 @@
+"""`quickturn serve`: a model over HTTP."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import typer
+
+from quickturn.cli import options
+from quickturn.engine.process import DEFAULT_CORE
+
+EXAMPLE = "Example: quickturn serve Qwen/Qwen3-0.6B --port 8000 --memory 8GiB --api-key secret"
+
+
+def serve(
+    model: options.Model = "embedded",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that clients must send; may be given several times.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
+    memory: options.Memory = "",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    load_format: options.Format = "auto",
+    max_context: options.MaxContext = None,
+    max_requests: options.MaxRequests = 256,
+    max_step_tokens: options.MaxStepTokens = 2048,
+    block_tokens: options.BlockTokens = 64,
+    prefix_cache: options.PrefixCache = True,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get after SIGTERM.", min=0)
+    ] = 30.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    core: options.Core = DEFAULT_CORE,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API, until SIGTERM or Ctrl-C."""
+    config = options.engine_config(
+        model,
+        dtype=dtype,
+        device=device,
+        load_format=load_format,
+        memory=memory,
+        max_context=max_context,
+        max_requests=max_requests,
+        max_step_tokens=max_step_tokens,
+        block_tokens=block_tokens,
+        prefix_cache=prefix_cache,
+        served_model_name=served_model_name,
+    )
+    from quickturn.cli.progress import StartDisplay
+    from quickturn.engine.client import EngineDied
+    from quickturn.engine.messages import EngineReady
+    from quickturn.server import serving
+
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise typer.BadParameter(f"{log_level!r} is no log level", param_hint="--log-level")
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve_config = serving.ServeConfig(
+        host, port, frozenset(api_key or ()), shutdown_timeout, core=core, log_level=log_level
+    )
+    with StartDisplay() as display:
+
+        def on_ready(ready: EngineReady, url: str) -> None:
+            display.end()
+            for name, value in ready.facts.items():
+                typer.echo(f"{name + ':':24}{value}", err=True)
+            typer.echo(f"{'context:':24}{ready.max_context} tokens", err=True)
+            typer.echo(f"serving at {url}", err=True)
+
+        try:
+            _run(serving.serve(config, serve_config, display, on_ready))
+        except (EngineDied, ValueError, OSError) as error:
+            display.end()
+            raise options.fail(error) from error
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)
