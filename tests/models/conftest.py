@@ -1,12 +1,23 @@
 """Pairs of a transformers model and ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from tiny import OPTIONS, load, random_checkpoint
 from transformers import PreTrainedModel
 
 from quickturn.models.base import Model
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 Pair = Callable[[str], tuple[PreTrainedModel, Model]]
 

@@ -21,6 +21,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
+    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF")
     path = resolve("embedded").path
     return AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
@@ -38,13 +39,5 @@ def test_logits_and_greedy_tokens(reference: PreTrainedModel) -> None:
             torch.testing.assert_close(got, expected, atol=2e-3, rtol=1e-3)
         outputs = greedy(model, cache, PROMPTS, new_tokens=8, chunk=7)
         for prompt, output in zip(PROMPTS, outputs, strict=True):
-            ids = torch.tensor([prompt])
-            expected = reference.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=8,
-                do_sample=False,
-                eos_token_id=-1,
-                pad_token_id=0,
-            )
-            assert output == expected[0, len(prompt) :].tolist()
+            expected = reference(torch.tensor([prompt + output])).logits[0].argmax(-1).tolist()
+            assert output == expected[len(prompt) - 1 : -1]
