@@ -22,6 +22,7 @@ from quickturn.text.model_files import display_name, resolve_model
 
 _POLL_S = 0.05
 _GRACE_S = 2
+_BACKLOG = 2048
 
 log = logging.getLogger("quickturn.server")
 
@@ -86,6 +87,7 @@ async def serve(
             )
             _drain_on_signals(state, server, config.shutdown_timeout)
             if on_ready is not None and state.engine.ready is not None:
+                sock.listen(_BACKLOG)
                 host, port = sock.getsockname()[:2]
                 on_ready(state.engine.ready, f"http://{host}:{port}/v1")
             await server.serve(sockets=[sock])
