@@ -1,4 +1,4 @@
-"""Servers of the fake core as processes of their own: real sockets, real signals, a real engine process
+"""Servers as processes of their own: real sockets, real signals, a real engine process
 behind each.
 """
 
@@ -55,10 +55,10 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def start_server(model: Path, **options: Any) -> Served:
+def start_server(model: Path | str, **options: Any) -> Served:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "run_fake_server.py"), json.dumps({"model": str(model), **options})],
+        [sys.executable, str(HERE / "run_server.py"), json.dumps({"model": str(model), **options})],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

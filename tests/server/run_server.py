@@ -19,13 +19,14 @@ def main() -> None:
     limits = Limits(**options.get("limits", {}))
     config = serving.ServeConfig(
         port=0,
-        core="fake_core:FakeCore",
+        core=options.get("core", "fake_core:FakeCore"),
         limits=limits,
         api_keys=frozenset(options.get("api_keys", ())),
         shutdown_timeout=options.get("shutdown_timeout", 30.0),
         log_level="warning",
     )
-    engine = EngineConfig(options["model"], served_model_name="fake", max_context=options.get("max_context"))
+    fields = {"served_model_name": "fake", **options.get("engine", {})}
+    engine = EngineConfig(options["model"], max_context=options.get("max_context"), **fields)
 
     def announce(ready: object, address: str) -> None:
         print(json.dumps({"url": address}), flush=True)
