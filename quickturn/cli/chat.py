@@ -127,11 +127,11 @@ class Talk:
 
     async def _answer(self) -> AsyncGenerator[str, None]:
         from quickturn.text.detokenizer import Detokenizer
+        from quickturn.text.rendering import render_chat
         from quickturn.text.tokenizer import pack_tokens
 
         assert self._engine.ready is not None
-        marked = self._tokenizer.mark_data(self.messages)
-        ids = self._tokenizer.encode_marked(self._template.render(marked))
+        ids = render_chat(self._tokenizer, self._template, self.messages)
         left = self._engine.ready.max_context - len(ids)
         if left < 1:
             raise ValueError(f"the conversation fills the context of {self._engine.ready.max_context} tokens")

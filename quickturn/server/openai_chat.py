@@ -25,7 +25,8 @@ from quickturn.server.openai_objects import chat_logprobs, new_id, usage_object
 from quickturn.server.state import ServerState
 from quickturn.server.streaming import DONE, EventStream, event_of, unless_gone
 from quickturn.text.chat_template import TemplateFailed
-from quickturn.text.conversation import BadMessage, normalise_messages
+from quickturn.text.conversation import BadMessage
+from quickturn.text.rendering import render_chat
 
 OFF_LOOP_BYTES = 16 << 10
 """Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
@@ -104,9 +105,7 @@ def _render(state: ServerState, body: ChatBody) -> list[int]:
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
     try:
-        messages = normalise_messages(body.messages, state.template.source)
-        marked = state.tokenizer.mark_data(messages)
-        return state.tokenizer.encode_marked(state.template.render(marked, extra=extra))
+        return render_chat(state.tokenizer, state.template, body.messages, extra)
     except BadMessage as error:
         raise invalid(error.param, str(error)) from error
     except TemplateFailed as error:

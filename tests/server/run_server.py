@@ -1,6 +1,4 @@
-"""Serve the fake core: prints one JSON line with the address and the engine's process id when it takes
-requests.
-"""
+"""A server as a process: prints one JSON line with the address when it takes requests."""
 
 import asyncio
 import json
