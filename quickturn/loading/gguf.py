@@ -56,6 +56,11 @@ class GgufSource:
             raise LoadError(
                 f"{path.name} holds a {family!r} model; files of {', '.join(sorted(_CLASSES))} are read"
             )
+        parts = int(self.header.metadata.get("split.count") or 1)
+        if parts > 1:
+            raise LoadError(
+                f"{path.name} is one of {parts} parts of a model; join them first (llama-gguf-split --merge)"
+            )
         self.family: str = family
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in self.header.tensors.items():

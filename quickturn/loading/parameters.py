@@ -18,6 +18,9 @@ from quickturn.parallel.weights import WeightSpec
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
 
+WORKERS = min(4, os.cpu_count() or 1)
+"""Parameters in work at a time: reading, dequantising and laying out overlap."""
+
 _NAMED = 5
 _BUFFERS = (".rotary_emb.inv_freq",)
 """Endings of tensors in old checkpoints that aren't weights."""
@@ -54,7 +57,7 @@ def load_parameters(
     quickturn_kernels.load()  # here, so that no two threads import the same tier
     parameters: dict[str, torch.Tensor | LinearWeight] = {}
     done = 0
-    with ThreadPoolExecutor(_workers(device), "load") as pool:
+    with ThreadPoolExecutor(WORKERS, "load") as pool:
         for spec, parameter in zip(own, pool.map(load, own), strict=True):
             parameters[spec.name] = parameter
             done += _elements(spec)
@@ -106,7 +109,3 @@ def _some(items: Sequence[str]) -> str:
 
 def _elements(spec: WeightSpec) -> int:
     return torch.Size(spec.shape).numel()
-
-
-def _workers(device: torch.device) -> int:
-    return min(4, os.cpu_count() or 1)

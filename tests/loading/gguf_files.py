@@ -110,13 +110,14 @@ def write_gguf(
     writer.add_array("tokenizer.ggml.tokens", [f"token {i} \u00e9" for i in range(sizes.vocab)])
     writer.add_array("tokenizer.ggml.token_type", [1] * sizes.vocab)
     for key, value in (metadata or {}).items():
+        full = key if key.startswith("split.") else f"{family}.{key}"
         (
             writer.add_string
             if isinstance(value, str)
             else writer.add_float32
             if isinstance(value, float)
             else writer.add_uint32
-        )(f"{family}.{key}", value)
+        )(full, value)
     meant: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         array = tensor.numpy()

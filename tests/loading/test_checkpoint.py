@@ -187,4 +187,4 @@ def test_only_parameters_in_work_exist_twice(tmp_path: Path) -> None:
     sizes = Sizes(hidden=32, intermediate=48, head_dim=8, heads=4, kv_heads=2, layers=12)
     directory = write(tmp_path, random_tensors(sizes, "llama"), {"num_hidden_layers": 12})
     load(directory, prepare=lay_out)
-    assert 1 <= most <= parameters._workers(torch.device("cpu"))
+    assert 1 <= most <= parameters.WORKERS

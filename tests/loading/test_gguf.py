@@ -122,6 +122,9 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     write_gguf(path, "llama", sizes, tensors, metadata={"expert_count": 8})
     with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
         load_model(EngineConfig(str(path)), torch.device("cpu"))
+    write_gguf(path, "llama", sizes, tensors, metadata={"split.count": 3})
+    with pytest.raises(LoadError, match="one of 3 parts"):
+        GgufSource(path)
     del tensors["model.layers.0.mlp.up_proj.weight"]
     write_gguf(path, "llama", sizes, tensors)
     with pytest.raises(LoadError, match=r"lacks 1 of .*mlp\.up_proj\.weight"):
