@@ -48,7 +48,7 @@ class LiveRequest:
     """
 
     id: int
-    tokens: array[int]
+    tokens: "array[int]"
     prompt_len: int
     sampling: SamplingParams
     seed: int

@@ -158,5 +158,6 @@ class DeviceBatch:
         return self._upload(last_token[rows.samples != 0].astype(np.int64))
 
     def _upload(self, array: NDArray[np.integer]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        writable = array if array.flags.writeable else array.copy()
+        tensor = torch.from_numpy(np.ascontiguousarray(writable))
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
