@@ -131,6 +131,7 @@ def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
         gc.freeze()
         loop.run(core)
         core.close()
+        gc.unfreeze()
     except Exception as error:
         loop.send(EngineFailed(_message(error)))
         return 1

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import openai
@@ -32,8 +32,9 @@ def real() -> Iterator[Served]:
 
 
 @pytest.fixture
-async def client(real: Served) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=real.url, api_key="any", max_retries=0, timeout=120)
+async def client(real: Served) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=real.url, api_key="any", max_retries=0, timeout=120) as client:
+        yield client
 
 
 async def ask(client: openai.AsyncOpenAI, text: str, stream: bool = False, **fields: object) -> str:
@@ -84,7 +85,7 @@ async def test_logprobs(client: openai.AsyncOpenAI) -> None:
         top_logprobs=3,
     )
     choice = answer.choices[0]
-    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content + "<|im_end|>"
     for entry in choice.logprobs.content:
         assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob)
         assert entry.token == entry.top_logprobs[0].token
@@ -119,6 +120,7 @@ async def test_killed_engine() -> None:
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - died < 2
         assert all(isinstance(error, openai.APIError) and "SIGKILL" in str(error) for error in errors)
+        await client.close()
         assert httpx.get(f"{server.root}/health").status_code == 503
     finally:
         stop_server(server)
