@@ -108,6 +108,18 @@ def define(name: str, *trait_names: str) -> Op[Any]:
     return _ops[name]
 
 
+def undefine(name: str) -> None:
+    """Forget an op and its implementations. Raises KeyError when it isn't defined."""
+    del _ops[_find(name).name]
+
+
+def unregister(op: str, name: str) -> None:
+    """Forget one implementation. Raises KeyError when there is none of that name."""
+    target = _find(op)
+    del target.implementations[name]
+    target.table.clear()
+
+
 def register(
     op: str,
     *,

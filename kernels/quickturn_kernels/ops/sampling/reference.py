@@ -16,7 +16,8 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
     best, greedy = adjusted.max(dim=-1)
     tokens = greedy
     if not params.all_greedy:
-        tokens = torch.where(params.temperature < GREEDY_BELOW, greedy, _draw(adjusted, best, params))
+        drawn = draw(adjusted, best, params, uniform(params.seeds, params.positions))
+        tokens = torch.where(params.temperature < GREEDY_BELOW, greedy, drawn)
     tokens = torch.where(torch.isfinite(best), tokens, -1)
     return with_logprobs(logits, tokens, num_logprobs)
 
@@ -79,14 +80,17 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int | None) -> S
     return Sampled(tokens, chosen, top.indices, top.values - normaliser)
 
 
-def _draw(adjusted: Tensor, best: Tensor, params: SamplingTensors) -> Tensor:
+def draw(adjusted: Tensor, best: Tensor, params: SamplingTensors, uniforms: Tensor) -> Tensor:
+    """Tokens [R] int64 for the probabilities after the filters and uniforms [R] in [0, 1); best: [R]
+    largest logits.
+    """
     temperature = params.temperature.clamp(min=GREEDY_BELOW)[:, None]
     weights = ((adjusted - best[:, None]) / temperature).double().exp()
     if not params.no_filters:
         weights = _filter(weights, params)
     cumulative = weights.cumsum(-1)
-    target = uniform(params.seeds, params.positions).double()[:, None] * cumulative[:, -1:]
-    return ((cumulative <= target).sum(-1)).clamp(max=adjusted.shape[1] - 1)
+    target = uniforms.double()[:, None] * cumulative[:, -1:]
+    return (cumulative <= target).sum(-1).clamp(max=adjusted.shape[1] - 1)
 
 
 def _filter(weights: Tensor, params: SamplingTensors) -> Tensor:

@@ -1,0 +1,20 @@
+"""The numerics suite: every implementation of an op against the reference, on the same inputs.
+
+`for case in cases(): check(case, implementation, seed, device)` raises AssertionError where one differs.
+Plugins can run it over their own implementations. Inputs are random; memory that an implementation must not
+read holds NaN (unused cache slots, table entries past a context point at a NaN block), and freshly
+allocated outputs hold NaN too.
+"""
+
+from quickturn_kernels.numerics.attention import attention_cases
+from quickturn_kernels.numerics.check import Case, Result, check, poisoned
+from quickturn_kernels.numerics.dense import dense_cases
+from quickturn_kernels.numerics.rotary import rotary_cases
+from quickturn_kernels.numerics.sampling import sampling_cases
+
+__all__ = ["Case", "Result", "cases", "check", "poisoned"]
+
+
+def cases() -> tuple[Case, ...]:
+    """Every case of every op."""
+    return (*dense_cases(), *rotary_cases(), *attention_cases(), *sampling_cases())

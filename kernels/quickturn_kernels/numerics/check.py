@@ -1,0 +1,101 @@
+"""What a case is, and how two runs of it are compared."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quickturn_kernels.platform import describe
+from quickturn_kernels.registry import Implementation, Signature, implementations, use
+
+TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
+    torch.float32: (2e-5, 2e-5),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (1.6e-2, 1.6e-2),
+}
+"""(relative, absolute) by dtype of the output: some units in the last place of values around one."""
+
+Accept = Callable[[Tensor, Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run gave. `outputs` by name, changed inputs among them; `accept` judges an output instead of
+    closeness.
+    """
+
+    outputs: Mapping[str, Tensor]
+    accept: Mapping[str, Accept] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one op. `run` builds the inputs from the generator (on the CPU), moves them to the device
+    and calls the public op.
+
+    dtype and traits are those of the call, to find out which implementations take it. companions: ops that
+    `run` calls before, and that follow the implementation under test where they have one of its name.
+    """
+
+    op: str
+    name: str
+    dtype: torch.dtype
+    traits: Mapping[str, Hashable]
+    run: Callable[[torch.Generator, torch.device], Result]
+    companions: tuple[str, ...] = ()
+
+    def takers(self, device: torch.device) -> tuple[str, ...]:
+        """Names of the implementations, the reference aside, that can run this case on this device."""
+        return tuple(one.name for one in _running(self.op, self, device) if one.name != "reference")
+
+
+def check(case: Case, implementation: str, seed: int, device: torch.device) -> None:
+    """Run the case with the reference and with the implementation; AssertionError says what differs, with
+    the seed.
+    """
+    with use(**dict.fromkeys((case.op, *case.companions), "reference")):
+        expected = case.run(torch.Generator().manual_seed(seed), device)
+    chosen = {
+        op: implementation if _has(op, implementation, case, device) else "reference"
+        for op in case.companions
+    }
+    with use(**chosen, **{case.op: implementation}), poisoned():
+        actual = case.run(torch.Generator().manual_seed(seed), device)
+    where = f"{case.op}={implementation}, case {case.name}, seed {seed}"
+    for name, want in expected.outputs.items():
+        got = actual.outputs[name]
+        if name in expected.accept:
+            if not expected.accept[name](want, got):
+                raise AssertionError(f"{where}: {name} is {got.tolist()}, expected {want.tolist()}")
+            continue
+        relative, absolute = TOLERANCE.get(want.dtype, (0.0, 0.0))
+        try:
+            torch.testing.assert_close(got, want, rtol=relative, atol=absolute, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {name}: {error}") from None
+
+
+def _running(op: str, case: Case, device: torch.device) -> tuple[Implementation, ...]:
+    signature = Signature(device, case.dtype, case.traits)
+    machine = describe(device)
+    return tuple(one for one in implementations(op) if one.fits(signature) and one.platform.runs_on(machine))
+
+
+def _has(op: str, name: str, case: Case, device: torch.device) -> bool:
+    return any(one.name == name for one in _running(op, case, device))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block, torch fills memory that it allocates uninitialised with NaN (integers: the
+    largest).
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)

@@ -1,0 +1,99 @@
+"""Cases of the ops on plain matrices: norms, silu_and_mul, embedding, linear."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from quickturn_kernels.numerics.check import Case, Result
+from quickturn_kernels.ops.activation import silu_and_mul
+from quickturn_kernels.ops.embedding import embedding
+from quickturn_kernels.ops.linear import linear, prepare_linear
+from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+SIZES = ((0, 64, FP32), (1, 576, BF16), (5, 100, FP32), (3, 4096, FP16), (17, 128, BF16))
+"""(rows, width, dtype)"""
+
+LINEAR_SIZES = ((0, 64, FP32), (1, 576, BF16), (5, 96, FP32), (33, 256, BF16), (130, 160, FP16))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What a case is made of."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.width} {str(self.dtype).removeprefix('torch.')}"
+
+
+def dense_cases() -> tuple[Case, ...]:
+    """Cases of the five ops."""
+    found = []
+    for size in SIZES:
+        shape = Matrix(*size)
+        for op, run in (
+            ("rms_norm", partial(_rms_norm, shape)),
+            ("add_rms_norm", partial(_add_rms_norm, shape)),
+            ("silu_and_mul", partial(_silu_and_mul, shape)),
+            ("embedding", partial(_embedding, shape)),
+        ):
+            found.append(Case(op, str(shape), shape.dtype, {}, run))
+    for size in LINEAR_SIZES:
+        shape = Matrix(*size)
+        for options in ("", "bias", "float32 out"):
+            run_linear = partial(_linear, shape, options)
+            found.append(
+                Case("linear", f"{shape} {options}".strip(), shape.dtype, {}, run_linear, ("prepare_linear",))
+            )
+    return tuple(found)
+
+
+def _random(shape: Matrix, generator: Generator, device: torch.device) -> Tensor:
+    """Random rows that lie apart in memory, NaN between them."""
+    wide = torch.full((shape.rows, shape.width + 16), float("nan"))
+    wide[:, : shape.width] = torch.randn(shape.rows, shape.width, generator=generator)
+    return wide.to(shape.dtype).to(device)[:, : shape.width]
+
+
+def _weight(shape: Matrix, generator: Generator, device: torch.device) -> Tensor:
+    return torch.randn(shape.width, generator=generator).to(shape.dtype).to(device)
+
+
+def _rms_norm(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    x = _random(shape, generator, device)
+    return Result({"out": rms_norm(x, _weight(shape, generator, device), 1e-5)})
+
+
+def _add_rms_norm(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    x = _random(shape, generator, device)
+    residual = torch.randn(shape.rows, shape.width, generator=generator).to(shape.dtype).to(device)
+    out = add_rms_norm(x, residual, _weight(shape, generator, device), 1e-5)
+    return Result({"out": out, "residual": residual, "x": x})
+
+
+def _silu_and_mul(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    x = _random(Matrix(shape.rows, 2 * shape.width, shape.dtype), generator, device)
+    return Result({"out": silu_and_mul(x)})
+
+
+def _embedding(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    weight = _random(Matrix(11, shape.width, shape.dtype), generator, device)
+    ids = torch.randint(-1, 11, (shape.rows,), generator=generator)
+    return Result({"out": embedding(ids.to(device), weight)})
+
+
+def _linear(shape: Matrix, options: str, generator: Generator, device: torch.device) -> Result:
+    x = _random(shape, generator, device)
+    columns = 72
+    weight = torch.randn(columns, shape.width, generator=generator) * shape.width**-0.5
+    prepared = prepare_linear(weight.to(shape.dtype).to(device))
+    bias = torch.randn(columns, generator=generator).to(shape.dtype).to(device) if options == "bias" else None
+    out = linear(x, prepared, bias, FP32 if options == "float32 out" else None)
+    # Half-precision operands leave their own rounding in a float32 result.
+    return Result({"out": out.to(shape.dtype)})

@@ -1,0 +1,228 @@
+"""Compile every Triton kernel for sm_90 on a machine without a GPU, at the shapes of real models.
+
+The public ops run on CPU tensors with the launcher replaced: a launch compiles the kernel for the arguments
+it got, and runs nothing. Prints one JSON object a kernel variant: registers, spilled bytes, shared memory,
+and the instructions that decide speed. Must be a process of its own: Triton decides at import whether it
+interprets.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import quickturn_kernels as kernels
+from quickturn_kernels import registry, triton_common
+from quickturn_kernels.platform import ANY
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+label = ""
+seen: set[str] = set()
+
+
+def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands in for JITFunction.run."""
+    names = self.arg_names
+    bound = dict(zip(names, arguments, strict=False))
+    bound.update({name: value for name, value in options.items() if name in names})
+    settings = {name: value for name, value in options.items() if name not in names}
+    constant = {param.name for param in self.params if param.is_constexpr}
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        value = bound[name]
+        if (
+            name in constant
+            or value is None
+            or (isinstance(value, int) and value == 1 and not isinstance(value, bool))
+        ):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    key = f"{self.fn.__name__} {label} {sorted(settings.items())}"
+    if key in seen:
+        return
+    seen.add(key)
+    source = ASTSource(self, signature, constants, attributes)
+    report(self.fn.__name__, triton.compile(source, target=TARGET, options=settings))
+
+
+def report(name: str, compiled: Any) -> None:
+    """One line of JSON."""
+    ptx = compiled.asm["ptx"]
+    usage = resource_usage(compiled.asm["cubin"])
+    found = {
+        "kernel": name,
+        "case": label,
+        "warps": compiled.metadata.num_warps,
+        "shared": compiled.metadata.shared,
+        **usage,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "cp_async": ptx.count("cp.async.c"),
+        "bulk_copies": ptx.count("cp.async.bulk.tensor"),
+        "global_loads": dict(sorted(count(re.findall(r"ld\.global[.\w:]*", ptx)).items())),
+    }
+    print(json.dumps(found), flush=True)
+    if directory := os.environ.get("DUMP"):
+        for kind in ("ptx", "ttgir"):
+            with open(f"{directory}/{name}-{re.sub(r'[^A-Za-z0-9]+', '-', label)}.{kind}", "w") as file:
+                file.write(compiled.asm[kind])
+
+
+def count(words: Sequence[str]) -> dict[str, int]:
+    """How often each word occurs."""
+    return {word: words.count(word) for word in set(words)}
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack (spills), from the ELF; empty when cuobjdump isn't there."""
+    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+    tool = os.path.join(folder, "cuobjdump")
+    if not os.path.exists(tool):
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return {"registers": int(found[1]), "stack": int(found[2])} if found else {}
+
+
+def attention(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, **options: Any) -> None:
+    """Decode, long prefill, drafts (4 tokens a row) and a short chunk over a long context."""
+    global label
+    label = f"D{head_dim} {heads}/{kv_heads} {str(dtype)[6:]} {' '.join(options)}".strip()
+    block_tokens = 64
+    cache = torch.empty((4, 3, 2, block_tokens, kv_heads, head_dim), dtype=dtype)[:, 1]
+    tables = torch.zeros((2, 16), dtype=torch.int32)
+    lens = torch.tensor([500, 500], dtype=torch.int32)
+    arguments = (cache[:, 0], cache[:, 1], tables)
+    kernels.paged_attention_decode(
+        torch.empty((2, heads, head_dim), dtype=dtype), *arguments, lens, 0.1, max_context_len=1024, **options
+    )
+    for tokens, bound, name in ((1024, 512, "prefill"), (8, 65536, "drafts")):
+        label = f"{label.split(':')[0]}: {name}"
+        starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
+        kernels.paged_attention_prefill(
+            torch.empty((tokens, heads, head_dim), dtype=dtype),
+            *arguments,
+            starts,
+            lens,
+            tokens // 2,
+            0.1,
+            max_context_len=bound,
+            **options,
+        )
+
+
+def dense(dtype: torch.dtype) -> None:
+    """Everything else, at the sizes of an 8B model."""
+    global label
+    label = str(dtype)[6:]
+    x = torch.zeros((2, 4096), dtype=dtype)
+    weight = torch.ones(4096, dtype=dtype)
+    kernels.rms_norm(x, weight, 1e-6)
+    kernels.add_rms_norm(x, x, weight, 1e-6)
+    kernels.silu_and_mul(torch.zeros((2, 24576), dtype=dtype))
+    kernels.embedding(torch.zeros(2, dtype=torch.int64), torch.zeros((8, 4096), dtype=dtype))
+    fused = torch.zeros((2, 48, 128), dtype=dtype)
+    cache = torch.zeros((4, 3, 2, 64, 8, 128), dtype=dtype)[:, 1]
+    for norm in (None, torch.ones(128, dtype=dtype)):
+        label = f"{str(dtype)[6:]} {'norm' if norm is not None else 'plain'}"
+        kernels.rotary_cache_write(
+            fused[:, :32],
+            fused[:, 32:40],
+            fused[:, 40:],
+            torch.zeros(2, dtype=torch.int64),
+            torch.zeros((64, 128)),
+            cache[:, 0],
+            cache[:, 1],
+            torch.zeros(2, dtype=torch.int64),
+            q_weight=norm,
+            k_weight=norm,
+        )
+
+
+def sampling(dtype: torch.dtype) -> None:
+    """All the options, and none."""
+    global label
+    rows, vocabulary = 2, 151936
+    real, whole = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
+    base = (real, torch.zeros(rows, dtype=torch.int32), real, real, whole, whole)
+    logits = torch.zeros((rows, vocabulary), dtype=dtype)
+    label = f"{str(dtype)[6:]} plain"
+    kernels.sample(logits, kernels.SamplingTensors(*base))
+    label = f"{str(dtype)[6:]} everything"
+    counts = torch.zeros((rows, vocabulary), dtype=torch.int32)
+    full = kernels.SamplingTensors(
+        *base,
+        presence=real,
+        frequency=real,
+        repetition=real,
+        counts=counts,
+        count_rows=whole,
+        bias_ids=torch.zeros((rows, 8), dtype=torch.int32),
+        bias_values=torch.zeros((rows, 8)),
+        bitmask=torch.zeros((rows, 4748), dtype=torch.int32),
+    )
+    kernels.sample(logits, full)
+
+
+PLANS: dict[str, tuple[Callable[[], None], ...]] = {
+    "attention": (
+        lambda: attention(128, 32, 8, torch.bfloat16),
+        lambda: attention(256, 16, 2, torch.bfloat16),
+        lambda: attention(64, 8, 8, torch.float32),
+        lambda: attention(64, 64, 8, torch.float16, window=128, sinks=torch.zeros(64), softcap=30.0),
+    ),
+    "dense": (lambda: dense(torch.bfloat16), lambda: dense(torch.float32)),
+    "sampling": (lambda: sampling(torch.bfloat16), lambda: sampling(torch.float32)),
+}
+
+
+def main() -> None:
+    """Compile the plans named on the command line, or all."""
+    triton_common.INTERPRETED_UNITS = 132
+    registry.load(every_tier=True)
+    for op in registry.ops():
+        for one in registry.implementations(op):
+            if one.name == "triton":
+                registry.register(
+                    op, name="triton", platform=ANY, dtypes=tuple(one.dtypes or ()), traits=one.traits
+                )(one.function)
+    JITFunction.run = compile_launch
+    registry.override({"*": "triton"})
+    for name in sys.argv[1:] or PLANS:
+        for plan in PLANS[name]:
+            plan()
+
+
+if __name__ == "__main__":
+    main()

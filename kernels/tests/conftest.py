@@ -1,0 +1,52 @@
+"""Triton kernels are interpreted where there is no GPU; random cases draw one seed a session and print it."""
+
+import random
+
+import pytest
+import torch
+
+from quickturn_kernels import platform, registry
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+INTERPRETED = DEVICE.type == "cpu" and platform.has_triton()
+
+if INTERPRETED:
+    # Triton decides at import. Outside the tests of this folder the switch stays as it was: processes that
+    # other tests start must not load Triton.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        registry.load(every_tier=True)
+        platform.describe(DEVICE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernel-seed", type=int, help="seed of the random kernel tests (default: a new one)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--kernel-seed") is None:
+        config.option.kernel_seed = random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"kernel tests: --kernel-seed {config.option.kernel_seed}"
+
+
+@pytest.fixture(scope="session")
+def seed(pytestconfig: pytest.Config) -> int:
+    value: int = pytestconfig.option.kernel_seed
+    print(f"--kernel-seed {value}")
+    return value
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks again when it runs a kernel."""
+    if INTERPRETED:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,0 +1,75 @@
+"""Every implementation that runs here against the reference, over every case of the numerics suite."""
+
+import importlib.metadata
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE
+
+from quickturn_kernels import numerics, platform, registry
+from quickturn_kernels.numerics.check import Case, Result
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+RUNS = [(case, name) for case in numerics.cases() for name in case.takers(DEVICE)]
+
+
+def interpreter_is_broken() -> bool:
+    """Triton before 3.7 calls int() on arrays of one element, which numpy refuses since 2.4."""
+    if DEVICE.type == "cuda" or not platform.has_triton():
+        return False
+    triton = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    return triton < (3, 7) and tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4)
+
+
+@pytest.mark.parametrize(("case", "name"), RUNS, ids=[f"{case.op}-{name}-{case.name}" for case, name in RUNS])
+def test_implementation_agrees_with_reference(case: Case, name: str, device: torch.device, seed: int) -> None:
+    if name == "triton" and interpreter_is_broken():
+        pytest.skip("this triton's interpreter does not work with this numpy")
+    numerics.check(case, name, seed, device)
+
+
+@pytest.mark.skipif(not platform.has_triton(), reason="triton is not installed")
+def test_every_op_has_a_triton_implementation() -> None:
+    portable = {case.op for case, name in RUNS if name == "triton"}
+    assert portable == set(registry.ops()) - {"linear", "prepare_linear"}
+
+
+def test_suite_finds_a_wrong_element_and_an_unwritten_one(device: torch.device) -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+        out[0, 0] += 0.1
+        return out
+
+    def unwritten(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        out[1:] = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)[1:]
+        return out
+
+    case = next(case for case in numerics.cases() if case.op == "rms_norm" and case.name == "5 x 100 float32")
+    for function in (wrong, unwritten):
+        registry.register("rms_norm", name="broken")(function)
+        try:
+            with pytest.raises(AssertionError, match="rms_norm=broken, case 5 x 100 float32, seed 3: out"):
+                numerics.check(case, "broken", 3, device)
+        finally:
+            registry.unregister("rms_norm", "broken")
+
+
+def test_poisoned_memory_holds_nan() -> None:
+    with numerics.poisoned():
+        assert torch.empty(4).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_accept_is_used_for_outputs_that_need_not_be_close(device: torch.device) -> None:
+    def run(verdict: bool, generator: torch.Generator, device: torch.device) -> Result:
+        return Result({"out": torch.rand(1)}, {"out": lambda expected, actual: verdict})
+
+    numerics.check(Case("rms_norm", "free", torch.float32, {}, partial(run, True)), "reference", 0, device)
+    with pytest.raises(AssertionError, match="case strict"):
+        numerics.check(
+            Case("rms_norm", "strict", torch.float32, {}, partial(run, False)), "reference", 0, device
+        )
