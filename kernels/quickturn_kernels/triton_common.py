@@ -17,8 +17,10 @@ INTERPRETED_UNITS = 3
 splitting.
 """
 
-_MIN_COUNTERS = 1 << 16
-_counters: dict[tuple[torch.device, int], list[Tensor]] = {}
+COUNTERS = 1 << 16
+SPARE_COUNTERS = 8
+_spare: dict[torch.device, list[Tensor]] = {}
+_taken: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def next_power_of_two(value: int) -> int:
@@ -39,21 +41,23 @@ def capability(device: torch.device) -> tuple[int, int]:
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
     """At least `count` int32 zeros, which every kernel that uses them leaves zero again.
 
-    Kept for each stream, so that kernels that may overlap never share them, and never freed, because
-    captured graphs keep their address. Graphs that were captured on one stream must not be replayed at the
-    same time on two.
+    Each stream has its own, so that kernels that may overlap never share them; graphs captured on one
+    stream must not be replayed at the same time on two. They are never freed, because captured graphs keep
+    their address, and some are made ahead, because a capture can't fill memory now: the first call on a
+    device should come before any capture.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or count > COUNTERS:
         return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream(device).cuda_stream
-        kept = _counters.get((device, stream))
-        if kept is not None and kept[-1].numel() >= count:
-            return kept[-1]
-        # Zeroing would be captured and not run now, so that these may not be shared with anything outside
-        # this graph.
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    kept = _counters.setdefault((device, torch.cuda.current_stream(device).cuda_stream), [])
-    if not kept or kept[-1].numel() < count:
-        kept.append(torch.zeros(max(count, _MIN_COUNTERS), dtype=torch.int32, device=device))
-    return kept[-1]
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    kept = _taken.get(key)
+    if kept is not None:
+        return kept
+    spare = _spare.get(device)
+    if not spare:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        zeros = torch.zeros((SPARE_COUNTERS, COUNTERS), dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        spare = _spare[device] = list(zeros.unbind())
+    _taken[key] = spare.pop()
+    return _taken[key]
