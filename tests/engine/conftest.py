@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from driving import Driver
 from tiny import OPTIONS, random_checkpoint
 from transformers import PreTrainedModel
@@ -13,19 +14,22 @@ from transformers import PreTrainedModel
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A saved random model and its transformers twin."""
+    """A saved random model, its transformers twin, and the device that engines on it take."""
 
     path: Path
     reference: PreTrainedModel
+    device: str
 
     def driver(self, **options: object) -> Driver:
         """A fresh float32 engine on it; `options` override the configuration."""
         chosen: dict[str, object] = {
             "dtype": "float32",
-            "device": "cpu",
+            "device": self.device,
             "memory": 8 << 20,
             "block_tokens": 4,
             "max_requests": 8,
@@ -38,19 +42,27 @@ Checkpoints = Callable[[str], Checkpoint]
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """`checkpoints(option)`: the random model of an entry of `OPTIONS`, made once."""
-    made: dict[str, Checkpoint] = {}
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """`saved(option)`: the random checkpoint of an entry of `OPTIONS`, made once."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
 
-    def make(option: str) -> Checkpoint:
+    def make(option: str) -> tuple[Path, PreTrainedModel]:
         if option not in made:
             reference = random_checkpoint(*OPTIONS[option])
             directory = tmp_path_factory.mktemp(option)
             reference.save_pretrained(directory)
-            made[option] = Checkpoint(directory, reference)
+            made[option] = directory, reference
         return made[option]
 
     return make
+
+
+@pytest.fixture(params=DEVICES)
+def checkpoints(
+    saved: Callable[[str], tuple[Path, PreTrainedModel]], request: pytest.FixtureRequest
+) -> Checkpoints:
+    """`checkpoints(option)`: that checkpoint, for engines on each device of this machine in turn."""
+    return lambda option: Checkpoint(*saved(option), request.param)
 
 
 @pytest.fixture

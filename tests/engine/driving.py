@@ -88,6 +88,8 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def random_prompts(rng: np.random.Generator, lengths: list[int], vocab: int = TINY["vocab_size"]) -> list[list[int]]:
+def random_prompts(
+    rng: np.random.Generator, lengths: list[int], vocab: int = TINY["vocab_size"]
+) -> list[list[int]]:
     """One prompt of random ids for each length."""
     return [rng.integers(3, vocab, length).tolist() for length in lengths]

@@ -25,7 +25,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(
 def test_a_seed_survives_retraction(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
     checkpoint = checkpoints("llama")
     prompts = random_prompts(rng, [20] * 8)
-    wanted = {"temperature": 1.0, "max_tokens": 150}
+    wanted = {"temperature": 1.0, "max_tokens": 220}
     roomy = checkpoint.driver(memory=64 << 20)
     tight = checkpoint.driver(memory=1 << 20)
     for driver in (roomy, tight):
@@ -50,8 +50,8 @@ def test_penalties_follow_the_formula(checkpoints: Checkpoints, rng: np.random.G
     )
     generated: list[int] = []
     for _ in range(12):
-        with torch.inference_mode():
-            logits = checkpoint.reference(torch.tensor([prompt + generated])).logits[0, -1]
+        with torch.no_grad():
+            logits = checkpoint.reference(torch.tensor([prompt + generated])).logits[0, -1].clone()
         for token in set(prompt + generated):
             logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
         for token in set(generated):
