@@ -1,8 +1,11 @@
 """Placements: legal from end to end, and true: ranks that hold what they declare compute the dense model."""
 
 import copy
+import re
+import tokenize
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from quickturn_kernels import LinearWeight, prepare_linear
 from tiny import OPTIONS
 from transformers import PreTrainedModel
 
+import quickturn
 from quickturn.layers.forward import ForwardBatch, LayerCache
 from quickturn.models.base import Model, build
 from quickturn.parallel.placement import (
@@ -148,3 +152,19 @@ def test_an_illegal_pair_names_both_steps(pair: Callable[[str], tuple[PreTrained
     steps[3] = replace(steps[3], consumes=Partial())
     with pytest.raises(PlacementError, match=r"qkv_proj' is followed by step 'model.*\.attend'"):
         conversions(steps)
+
+
+@pytest.mark.parametrize("package", ["models", "layers"])
+def test_models_and_layers_know_no_ranks_and_no_hardware(package: str) -> None:
+    """No collective, no mesh, no device name in what a model is made of."""
+    words = re.compile(r"torch\.distributed|all_reduce|all_gather|world_size|local_rank|cuda|\.item\(|triton")
+    for file in sorted((Path(quickturn.__file__).parent / package).glob("*.py")):
+        code = "".join(token.string for token in tokens_of(file))
+        assert not words.findall(code), file
+
+
+def tokens_of(file: Path) -> list[tokenize.TokenInfo]:
+    """The code of a file, without comments and docstrings."""
+    with tokenize.open(file) as text:
+        skipped = (tokenize.COMMENT, tokenize.STRING)
+        return [token for token in tokenize.generate_tokens(text.readline) if token.type not in skipped]
