@@ -3,7 +3,7 @@
 import torch
 
 from quickturn.cache.layout import ArenaLayout, GroupLayout
-from quickturn.layers.forward import LayerCache
+from quickturn.cache.views import LayerCache
 
 
 class Arena:

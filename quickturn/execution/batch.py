@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from quickturn.cache.layout import ArenaLayout
-from quickturn.layers.forward import ForwardBatch, LayerCache
+from quickturn.cache.views import LayerCache
+from quickturn.layers.forward import ForwardBatch
 
 Ints = NDArray[np.int32]
 

@@ -5,18 +5,7 @@ from functools import cached_property
 
 import torch
 
-
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's view of the arena.
-
-    `k`, `v`: `[num_blocks, block_tokens, kv_heads, head_dim]`, strided (a block holds all layers of its
-    group).
-    """
-
-    group: int
-    k: torch.Tensor
-    v: torch.Tensor
+from quickturn.cache.views import LayerCache
 
 
 @dataclass(frozen=True)

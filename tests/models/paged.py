@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from quickturn.layers.forward import ForwardBatch, LayerCache
+from quickturn.cache.views import LayerCache
+from quickturn.layers.forward import ForwardBatch
 from quickturn.models.base import Model
 
 

@@ -15,7 +15,8 @@ from tiny import OPTIONS
 from transformers import PreTrainedModel
 
 import quickturn
-from quickturn.layers.forward import ForwardBatch, LayerCache
+from quickturn.cache.views import LayerCache
+from quickturn.layers.forward import ForwardBatch
 from quickturn.models.base import Model, build
 from quickturn.parallel.placement import (
     Partial,
