@@ -59,7 +59,9 @@ def _describe(one: Implementation) -> str:
         parts.append("needs " + " ".join(sorted(one.platform.cpu_features)))
     if one.dtypes is not None:
         parts.append("dtypes " + " ".join(sorted(str(dtype).removeprefix("torch.") for dtype in one.dtypes)))
-    parts += [f"{name} in {allowed}" for name, allowed in one.traits.items()]
+    for name, allowed in one.traits.items():
+        shown = sorted(allowed, key=str) if isinstance(allowed, frozenset | set) else allowed
+        parts.append(f"{name} in {shown}")
     return ", ".join(parts)
 
 

@@ -28,6 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PLUGIN_GROUP = "quickturn_kernels.plugins"
 OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
+GPU_TIERS = ("triton", "hopper")
 FAMILIES = ("norm", "linear", "activation", "rotary", "attention", "embedding", "sampling")
 
 
@@ -242,8 +243,8 @@ def load(*, every_tier: bool = False) -> None:
     """Import the tiers that can be chosen on this machine, the plugins, and the overrides of the
     environment. Idempotent.
 
-    Triton takes long to import, so its tier is loaded only where it can run (a CUDA device, or its
-    interpreter), or when asked.
+    The tiers of GPUs are loaded only where they can run (a CUDA device; for Triton its interpreter too), or
+    when asked, because they take long to import.
     """
     if "base" not in _loaded:
         _loaded.add("base")
@@ -254,14 +255,20 @@ def load(*, every_tier: bool = False) -> None:
             plugin.load()()
         if text := os.environ.get(OVERRIDE_VARIABLE):
             override_from_text(text)
-    if every_tier or torch.cuda.is_available() or platforms.interpreting():
+    if every_tier or torch.cuda.is_available():
+        _ensure_loaded_for("triton")
+        _ensure_loaded_for("hopper")
+    elif platforms.interpreting():
         _ensure_loaded_for("triton")
 
 
 def _ensure_loaded_for(name: str) -> None:
-    if name == "triton" and "triton" not in _loaded and platforms.has_triton():
-        _loaded.add("triton")
-        _import_tier("triton")
+    """Load the tier of this name, if there is such a tier and it isn't loaded."""
+    if name in _loaded or (name == "triton" and not platforms.has_triton()):
+        return
+    if name in GPU_TIERS:
+        _loaded.add(name)
+        _import_tier(name)
 
 
 def _import_tier(tier: str) -> None:
