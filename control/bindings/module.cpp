@@ -206,6 +206,7 @@ void bind_scheduler(nb::module_& m) {
             "request"_a)
         .def("cancel", &Scheduler::cancel, "id"_a)
         .def("finish", &Scheduler::finish, "id"_a)
+        .def("hold", &Scheduler::hold, "session"_a, "seconds"_a)
         .def(
             "plan",
             [](Scheduler& self, double now) -> std::optional<PlanHandle> {
@@ -227,6 +228,16 @@ void bind_scheduler(nb::module_& m) {
                 const auto span = span_of(tokens);
                 nb::gil_scoped_release release;
                 return self.match(span, adapter, cache_salt);
+            },
+            "tokens"_a.noconvert(), nb::kw_only(), "cache_salt"_a = "", "adapter"_a = "")
+        .def(
+            "prefix_hashes",
+            [](const Scheduler& self, const Tokens& tokens, const std::string& cache_salt, const std::string& adapter) {
+                const auto hashes = self.prefix_hashes(span_of(tokens), adapter, cache_salt);
+                auto* words = new std::vector<std::uint64_t>;
+                for (const Hash128& hash : hashes) words->insert(words->end(), {hash.lo, hash.hi});
+                nb::capsule owner(words, [](void* p) noexcept { delete static_cast<std::vector<std::uint64_t>*>(p); });
+                return pairs(*words, owner);
             },
             "tokens"_a.noconvert(), nb::kw_only(), "cache_salt"_a = "", "adapter"_a = "")
         .def("has_unfinished", &Scheduler::has_unfinished)

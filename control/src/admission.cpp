@@ -32,6 +32,7 @@ Need Scheduler::committed() const {
 
 void Scheduler::admit() {
     if (blocked_epoch_ == epoch_) return;
+    blocked_epoch_ = epoch_;
     for (auto next = waiting_.begin(); next != waiting_.end() && slots_.free() > 0;) {
         Request& request = **next;
         // A retracted request first hears of the token that is still on its way.
@@ -39,17 +40,33 @@ void Scheduler::admit() {
             ++next;
             continue;
         }
-        if (!admit_one(request)) break;
+        if (!promise_allows_one_more()) {
+            blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
+            return;
+        }
+        if (admit_one(request) == Admission::no_room) return;
         next = waiting_.erase(next);
     }
-    blocked_epoch_ = epoch_;
 }
 
-bool Scheduler::admit_one(Request& request) {
+bool Scheduler::promise_allows_one_more() const {
+    const std::size_t running = decoding_.size() + prefilling_.size();
+    if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows()) return true;
+    StepLoad load;
+    load.tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
+    for (const auto* list : {&decoding_, &prefilling_}) {
+        for (const Request* request : *list) load.decode_context += request->known;
+    }
+    load.decode_context *= static_cast<double>(running + 1) / static_cast<double>(running);
+    return model_.predict(load) <= 1.0 / config_.policy.min_tps_per_user;
+}
+
+Scheduler::Admission Scheduler::admit_one(Request& request) {
     Match match;
     if (request.hashing) {
         const auto limit = static_cast<std::uint32_t>((request.known - 1) / config_.block_tokens);
         match = cache_.index().match(request.hashes, limit);
+        if (follow(request, match)) return Admission::follows;
     }
     Need need = need_of(request, match.resume);
     const Need others = committed();
@@ -58,11 +75,14 @@ bool Scheduler::admit_one(Request& request) {
     for (NodeId node = match.resume_node; node != kNone && !cache_.index().is_protected(node); node = cache_.index().parent(node)) {
         for (const GroupId full : cache_.index().full_groups()) ++need[full];
     }
-    if (!cache_.fits(need)) return false;
+    for (const GroupId group : state_groups_) need[group] += match.resume > 0 ? 1 : 0;
+    if (!cache_.fits(need)) return Admission::no_room;
 
+    // A prefix known beyond the resume point is where two prompts part: the next one that shares it shall find a state there.
+    if (!state_groups_.empty() && match.shared > match.resume) want_checkpoint(request, match.shared);
     SlotRef slot = slots_.take();
     Holding cache;
-    take_prefix(request, cache, slot.id(), match);
+    take_prefix(cache, slot.id(), match);
     request.slot = slot.id();
     request.planned = request.computed = request.edge = static_cast<std::int32_t>(match.resume) * config_.block_tokens;
     request.publish_at = request.computed + config_.block_tokens;
@@ -73,6 +93,7 @@ bool Scheduler::admit_one(Request& request) {
     if (request.retractions == 0) {
         counters_.prompt_tokens += request.prompt;
         counters_.cached_tokens += request.computed;
+        counters_.ceiling_tokens += request.ceiling;
     }
     Admit event{std::move(slot), std::move(cache)};
     if (std::holds_alternative<Submitted>(request.state)) {
@@ -81,11 +102,14 @@ bool Scheduler::admit_one(Request& request) {
         move_on<Retracted>(request, std::move(event));
     }
     enlist(request);
-    return true;
+    if (request.hashing) {
+        request.lead_until = static_cast<std::uint32_t>(request.hashes.size());
+        lead(request);
+    }
+    return Admission::admitted;
 }
 
-void Scheduler::take_prefix(Request& request, Holding& cache, SlotId slot, const Match& match) {
-    (void)request;
+void Scheduler::take_prefix(Holding& cache, SlotId slot, const Match& match) {
     PrefixIndex& index = cache_.index();
     cache.tip = index.pin(match.resume_node);
     cache.published = match.resume;
@@ -100,6 +124,26 @@ void Scheduler::take_prefix(Request& request, Holding& cache, SlotId slot, const
             updates.add(slot, depth - 1, index.block(node, kDevice, static_cast<int>(f)));
         }
     }
+    for (std::size_t w = 0; w < window_groups_.size(); ++w) {
+        const GroupId group = window_groups_[w];
+        WindowHolding& window = cache.windows[w];
+        window.first = first_seen(match.resume * static_cast<std::uint32_t>(config_.block_tokens), group);
+        window.blocks.resize(match.resume - window.first);
+        NodeId node = match.resume_node;
+        for (std::uint32_t depth = match.resume; depth > window.first; --depth, node = index.parent(node)) {
+            const SideId side = index.side(node, group);
+            window.blocks[depth - 1 - window.first].kept = index.pin_side(side);
+            draft_->block_updates[group].add(slot, depth - 1, index.side_block(side, kDevice));
+        }
+    }
+    for (std::size_t s = 0; s < state_groups_.size() && match.resume > 0; ++s) {
+        cache.states[s].source = index.pin_side(index.side(match.resume_node, state_groups_[s]));
+    }
+}
+
+std::uint32_t Scheduler::first_seen(std::uint32_t position, GroupId group) const {
+    const auto window = static_cast<std::uint32_t>(config_.groups[group].window);
+    return (position < window ? 0 : position - window + 1) / static_cast<std::uint32_t>(config_.block_tokens);
 }
 
 }  // namespace quickturn::control

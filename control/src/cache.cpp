@@ -4,8 +4,19 @@
 
 namespace quickturn::control {
 
+void Limbo::keep(StepId until, BlockRef&& block) {
+    if (until > applied_) blocks_.push_back({until, std::move(block)});
+    block.reset();
+}
+
+void Limbo::keep(StepId until, SidePin&& pin) {
+    if (until > applied_) pins_.push_back({until, std::move(pin)});
+    pin.reset();
+}
+
 void Limbo::keep(StepId until, Remains&& remains, std::unique_ptr<Request> request) {
-    remains_.push_back({until, {std::move(remains), std::move(request)}});
+    Rest rest{std::move(remains), std::move(request)};
+    if (until > applied_) remains_.push_back({until, std::move(rest)});
 }
 
 template <class T>

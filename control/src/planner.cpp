@@ -23,14 +23,17 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
     if (flights_.size() >= static_cast<std::size_t>(config_.pipeline_depth)) return nullptr;
     if (!time_base_) time_base_ = now;
     now_ = std::max(now_, now);
-    cache_.index().set_now(1 + static_cast<Tick>((now_ - *time_base_) * kTicksPerSecond));
+    cache_.index().set_now(tick(now_));
     expire(now_);
+    end_waits();
+    end_holds();
 
     if (spare_flights_.empty()) spare_flights_.emplace_back();
     Flight flight = std::move(spare_flights_.back());
     spare_flights_.pop_back();
     flight.rows.clear();
     flight.samples = 0;
+    flight.load = {};
     flight.step = next_step_;
     building_ = &flight;
 
@@ -55,15 +58,31 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
     return done;
 }
 
-void Scheduler::plan_decodes() {
-    StepPlan& plan = *draft_;
+std::int32_t Scheduler::decode_query(const Request& request) const {
+    const std::int32_t query = std::min(1 + config_.draft_tokens, request.left);
+    return config_.draft_tokens > 0 && !state_groups_.empty() ? until_boundary(request, query) : query;
+}
+
+void Scheduler::grow_decodes() {
+    // Blocks first, while no row is planned yet: whoever has to give way has none in this step.
     for (std::size_t i = 0; i < decoding_.size();) {
         Request& request = *decoding_[i];
-        std::int32_t query = std::min(1 + config_.draft_tokens, request.left);
-        if (request.planned + query > request.edge) query = grow(request, query);
+        const std::int32_t query = decode_query(request);
+        if (request.planned + query <= request.edge || grow(request, query) > 0) {
+            ++i;
+        } else if (const Room room = make_room(request); room == Room::wait) {
+            ++i;
+        }
+    }
+}
+
+void Scheduler::plan_decodes() {
+    grow_decodes();
+    for (std::size_t i = 0; i < decoding_.size();) {
+        Request& request = *decoding_[i];
+        const std::int32_t query = std::min(decode_query(request), request.edge - request.planned);
         if (query <= 0) {
-            // The row waits where it is, unless its request had to give way itself.
-            if (!make_room(request) && i < decoding_.size() && decoding_[i] == &request) ++i;
+            ++i;  // it waits where it is
             continue;
         }
         const bool last = request.left == 1;
@@ -74,15 +93,17 @@ void Scheduler::plan_decodes() {
             ++i;
         }
     }
-    plan.num_decode_rows = plan.num_rows();
+    draft_->num_decode_rows = draft_->num_rows();
 }
 
 void Scheduler::plan_prefills() {
-    std::int32_t budget = config_.max_step_tokens - draft_->num_tokens;
+    if (prefilling_.empty()) return;
+    std::int32_t budget = prefill_budget();
+    starved_steps_ = budget < config_.block_tokens ? starved_steps_ + 1 : 0;
     for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
         Request& request = *prefilling_[i];
         std::int32_t query = std::min(budget, request.known - request.planned);
-        query = grow(request, query);
+        query = grow(request, until_checkpoint(request, query));
         if (query <= 0) {
             ++i;
             continue;
@@ -108,9 +129,15 @@ void Scheduler::emit(Request& request, std::int32_t query, bool sampled, bool de
     plan.samples.push_back(sampled ? 1 : 0);
     plan.num_tokens += query;
     plan.max_context_len = std::max(plan.max_context_len, request.planned + query);
-    if (!state_groups_.empty()) states_for_row(request, decode);
+    if (!state_groups_.empty()) states_for_row(request);
     building_->rows.push_back({&request, request.run, query, sampled, decode});
     building_->samples += sampled ? 1 : 0;
+    building_->load.tokens += query;
+    if (decode) {
+        building_->load.decode_context += request.planned;
+    } else {
+        building_->load.prefill_work += query * (request.planned + 0.5 * query);
+    }
     request.planned += query;
     request.last_step = building_->step;
     ++request.in_flight;

@@ -82,33 +82,48 @@ void Scheduler::hash_prompt(Request& request, std::span<const std::int32_t> toke
     request.tail.assign(tokens.begin() + static_cast<std::ptrdiff_t>(blocks * unit), tokens.end());
 }
 
-void Scheduler::hash_tail(Request& request) const {
+void Scheduler::hash_tail(Request& request) {
     const auto unit = static_cast<std::size_t>(config_.block_tokens);
     while (request.tail.size() >= unit) {
         const Hash128 before = request.hashes.empty() ? request.root : request.hashes.back();
         const Hash128 start = request.content.empty() ? before : before_block(request, request.hashes.size(), before);
         request.hashes.push_back(hasher_.next(start, std::span(request.tail).first(unit)));
+        seen_.remember(request.hashes.back());
         request.tail.erase(request.tail.begin(), request.tail.begin() + static_cast<std::ptrdiff_t>(unit));
     }
 }
 
 void Scheduler::want_checkpoints(Request& request, const RequestSpec& spec) const {
     if (state_groups_.empty() || !request.hashing) return;
-    auto& wanted = request.wanted;
     const auto last = static_cast<std::uint32_t>(request.prompt / config_.block_tokens);
-    wanted.push_back(last);
+    want_checkpoint(request, last);
     // A prompt that ends on a boundary is resumed one boundary earlier when it comes again: one token must be computed.
-    if (request.prompt % config_.block_tokens == 0 && last > 1) wanted.push_back(last - 1);
+    if (request.prompt % config_.block_tokens == 0 && last > 1) want_checkpoint(request, last - 1);
     for (const std::int64_t position : spec.boundaries) {
-        if (position > 0 && position <= request.prompt) wanted.push_back(static_cast<std::uint32_t>(position / config_.block_tokens));
+        if (position > 0 && position <= request.prompt) want_checkpoint(request, static_cast<std::uint32_t>(position / config_.block_tokens));
     }
     const std::int64_t stride = config_.policy.checkpoint_stride;
     for (std::int64_t at = stride; stride > 0 && at < request.prompt; at += stride) {
-        wanted.push_back(static_cast<std::uint32_t>(at / config_.block_tokens));
+        want_checkpoint(request, static_cast<std::uint32_t>(at / config_.block_tokens));
     }
-    std::sort(wanted.begin(), wanted.end());
-    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
-    if (!wanted.empty() && wanted.front() == 0) wanted.erase(wanted.begin());
+}
+
+void Scheduler::want_checkpoint(Request& request, std::uint32_t boundary) const {
+    auto& wanted = request.wanted;
+    const auto at = std::lower_bound(wanted.begin(), wanted.end(), boundary);
+    if (boundary > 0 && (at == wanted.end() || *at != boundary)) wanted.insert(at, boundary);
+}
+
+double Scheduler::head_start(const Request& request) const {
+    // Short prefills first: a request counts as arrived later by the time that its prefill takes, within the fairness bound.
+    std::int32_t cached = 0;
+    if (request.hashing) {
+        const auto limit = static_cast<std::uint32_t>((request.prompt - 1) / config_.block_tokens);
+        cached = static_cast<std::int32_t>(cache_.index().match(request.hashes, limit).resume) * config_.block_tokens;
+    }
+    constexpr double kGuess = 1e-4;
+    const double per_token = model_.seconds_per_token() > 0.0 ? model_.seconds_per_token() : kGuess;
+    return std::min(config_.policy.fairness, per_token * (request.prompt - cached));
 }
 
 void Scheduler::add(const RequestSpec& spec) {
@@ -136,9 +151,11 @@ void Scheduler::add(const RequestSpec& spec) {
     if (request.hashing) {
         request.root = hasher_.root(spec.adapter, spec.cache_salt);
         hash_prompt(request, spec.tokens);
+        request.ceiling = std::min(request.prompt - 1, static_cast<std::int32_t>(seen_.see(request.hashes)) * config_.block_tokens);
     }
     want_checkpoints(request, spec);
-    request.order = {spec.priority, spec.arrival, next_serial_++};
+    request.session = spec.session;
+    request.order = {spec.priority, spec.arrival + head_start(request), next_serial_++};
     if (request.deadline != kNever) deadlines_.emplace(request.deadline, request.id);
     waiting_.insert(&request);
     requests_.emplace(request.id, std::move(owned));
@@ -148,23 +165,26 @@ void Scheduler::add(const RequestSpec& spec) {
 std::unique_ptr<Request> Scheduler::take_out(Request& request) {
     auto node = requests_.extract(request.id);
     if (request.deadline != kNever) deadlines_.erase({request.deadline, request.id});
-    if (request.queued()) waiting_.erase(&request);
+    if (request.queued()) waiting_.erase(&request);  // not there while it follows another
     unlist(request);
     return std::move(node.mapped());
 }
 
 void Scheduler::retire(StepId last_step, Remains&& remains, std::unique_ptr<Request> request) {
     ++epoch_;
-    if (last_step > applied_step_) {
-        cache_.limbo().keep(last_step, std::move(remains), std::move(request));
-    } else {
-        Remains gone = std::move(remains);  // freed here, before the request that it belonged to
-    }
+    cache_.limbo().keep(last_step, std::move(remains), std::move(request));
 }
 
 template <class Event>
 void Scheduler::end(Request& request, Event event, Reason reason, EndedRows& report) {
     report.add(request.id, request.slot, reason);
+    if constexpr (std::is_same_v<Event, End>) {
+        if (request.running()) {
+            publish_end(request);
+            note_turn(request);
+        }
+    }
+    leave_sharing(request);
     std::unique_ptr<Request> owned = take_out(request);
     request.slot = kNoSlot;
     ++request.run;
@@ -200,13 +220,19 @@ void Scheduler::expire(double now) {
     }
 }
 
-std::int32_t Scheduler::match(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const {
-    if (!config_.prefix_cache || tokens.empty()) return 0;
+std::vector<Hash128> Scheduler::prefix_hashes(std::span<const std::int32_t> tokens, const std::string& adapter,
+                                               const std::string& cache_salt) const {
     Request probe;
     probe.root = hasher_.root(adapter, cache_salt);
     hash_prompt(probe, tokens);
+    return std::move(probe.hashes);
+}
+
+std::int32_t Scheduler::match(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const {
+    if (!config_.prefix_cache || tokens.empty()) return 0;
     const auto limit = static_cast<std::uint32_t>((tokens.size() - 1) / static_cast<std::size_t>(config_.block_tokens));
-    return static_cast<std::int32_t>(cache_.index().match(probe.hashes, limit).resume) * config_.block_tokens;
+    const auto hashes = prefix_hashes(tokens, adapter, cache_salt);
+    return static_cast<std::int32_t>(cache_.index().match(hashes, limit).resume) * config_.block_tokens;
 }
 
 }  // namespace quickturn::control

@@ -5,9 +5,9 @@
 
 namespace quickturn::control {
 
-bool Scheduler::make_room(Request& request) {
-    // Something is on its way back already, or a step that is out may end a request: wait for that before taking more.
-    if (!cache_.limbo().empty()) return false;
+Scheduler::Room Scheduler::make_room(Request& request) {
+    // Something is on its way back already: wait for that before taking more.
+    if (!cache_.limbo().empty()) return Room::wait;
     Request* first = &request;
     Request* victim = nullptr;
     for (const auto* list : {&decoding_, &prefilling_}) {
@@ -18,30 +18,33 @@ bool Scheduler::make_room(Request& request) {
     for (const auto* list : {&decoding_, &prefilling_}) {
         for (Request* candidate : *list) {
             // The one that came first always goes on, so that there is always progress.
-            if (candidate == first) continue;
-            if (victim == nullptr || candidate->order.priority < victim->order.priority ||
-                (candidate->order.priority == victim->order.priority &&
-                 (candidate->planned < victim->planned || (candidate->planned == victim->planned && victim->order < candidate->order)))) {
-                victim = candidate;
-            }
+            if (candidate != first && (victim == nullptr || gives_way_before(*candidate, *victim))) victim = candidate;
         }
     }
     if (victim != nullptr) {
         retract(*victim);
-        // Blocks that no step uses are free at once: try again. Its row of this very step is still to run: wait.
-        return cache_.limbo().empty() && victim != &request;
+        if (victim == &request) return Room::gone;
+        return cache_.limbo().empty() ? Room::again : Room::wait;
     }
-    if (flights_.empty() && building_->rows.empty()) {
-        // It has the whole pool and needs more: that is as long as an answer can be here.
-        ++counters_.finished;
-        end(request, End{Reason::length}, Reason::length, draft_->ended);
-    }
-    return false;
+    if (!flights_.empty()) return Room::wait;
+    // It has the whole pool and needs more: that is as long as an answer can be here.
+    ++counters_.finished;
+    end(request, End{Reason::length}, Reason::length, draft_->ended);
+    return Room::gone;
+}
+
+bool Scheduler::gives_way_before(const Request& a, const Request& b) {
+    if (a.order.priority != b.order.priority) return a.order.priority < b.order.priority;
+    // Cheapest return: the least to compute again. Among equals the one that came last.
+    if (a.planned != b.planned) return a.planned < b.planned;
+    return b.order < a.order;
 }
 
 void Scheduler::retract(Request& request) {
     draft_->released.ids.push_back(request.id);
     draft_->released.slots.push_back(request.slot);
+    publish_end(request);
+    leave_sharing(request);
     unlist(request);
     request.slot = kNoSlot;
     ++request.run;

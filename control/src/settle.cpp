@@ -32,12 +32,13 @@ Applied Scheduler::apply(StepId step, std::span<const std::int32_t> tokens, std:
     if (tokens.size() != total) {
         throw std::invalid_argument("tokens has " + std::to_string(tokens.size()) + " entries, the sampled rows have " + std::to_string(total));
     }
-    (void)elapsed_us;
 
     Flight flight = std::move(flights_.front());
     flights_.pop_front();
     applied_step_ = step;
+    cache_.limbo().set_applied(step);
     ++counters_.steps;
+    model_.learn(flight.load, elapsed_us * 1e-6);
     Applied applied;
     applied.accepted.reserve(samples);
     std::size_t row = 0;
@@ -117,29 +118,6 @@ bool Scheduler::is_stop(const Request& request, std::int32_t token) const {
         if (request.stops[i] == token) return true;
     }
     return false;
-}
-
-void Scheduler::settle_blocks(Request& request) {
-    Holding& cache = request.cache();
-    const std::int32_t unit = config_.block_tokens;
-    request.publish_at = (request.computed / unit + 1) * unit;
-    if (!request.hashing) return;
-    const auto complete = static_cast<std::uint32_t>(request.computed / unit);
-    const auto& full_groups = cache_.index().full_groups();
-    std::array<BlockRef, kMaxGroups> blocks;
-    std::size_t done = 0;
-    for (; cache.published < complete; ++cache.published, ++done) {
-        for (std::size_t f = 0; f < full_groups.size(); ++f) blocks[f] = std::move(cache.full[f][done]);
-        NodePin tip = cache_.index().publish(cache.tip, request.hashes[cache.published], std::span(blocks).first(full_groups.size()));
-        for (std::size_t f = 0; f < full_groups.size(); ++f) {
-            if (!blocks[f]) continue;
-            // Another request computed the same block first: use that one from the next step on, and free ours after this one.
-            draft_->block_updates[full_groups[f]].add(request.slot, cache.published, cache_.index().block(tip.node(), kDevice, static_cast<int>(f)));
-            cache_.limbo().keep(request.last_step, std::move(blocks[f]));
-        }
-        cache.tip = std::move(tip);
-    }
-    for (auto& fresh : cache.full) fresh.erase(fresh.begin(), fresh.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
 }  // namespace quickturn::control

@@ -19,14 +19,15 @@ namespace quickturn::control {
 
 using Need = std::array<std::int64_t, kMaxGroups>;
 
-// Resources that a planned step may still touch, kept until it was applied.
+// Resources that a planned step may still touch, kept until it was applied. What no step touches any more is freed at once.
 class Limbo {
    public:
-    void keep(StepId until, BlockRef&& block) { blocks_.push_back({until, std::move(block)}); }
-    void keep(StepId until, SidePin&& pin) { pins_.push_back({until, std::move(pin)}); }
+    void keep(StepId until, BlockRef&& block);
+    void keep(StepId until, SidePin&& pin);
     void keep(StepId until, Remains&& remains, std::unique_ptr<Request> request);
     // Lets go of all that waited for a step up to `applied`. True if something was freed.
     bool release(StepId applied);
+    void set_applied(StepId applied) { applied_ = applied; }
     bool empty() const { return blocks_.empty() && pins_.empty() && remains_.empty(); }
 
    private:
@@ -42,6 +43,7 @@ class Limbo {
     template <class T>
     static bool drop(std::deque<Kept<T>>& kept, StepId applied);
 
+    StepId applied_ = -1;
     std::deque<Kept<BlockRef>> blocks_;
     std::deque<Kept<SidePin>> pins_;
     std::deque<Kept<Rest>> remains_;

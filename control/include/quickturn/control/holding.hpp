@@ -35,6 +35,7 @@ struct StateHolding {
 struct Snapshot {
     std::uint32_t boundary = 0;
     bool keep = false;
+    std::uint32_t cost = 0;  // tokens since the checkpoint before it
     std::vector<BlockRef> blocks;
 };
 
@@ -45,7 +46,8 @@ struct Holding {
     std::vector<WindowHolding> windows;       // by window group
     std::vector<StateHolding> states;         // by state group
     std::vector<Snapshot> snapshots;          // ascending boundaries
-    std::uint32_t last_checkpoint = 0;        // boundary of the newest checkpoint known before `planned`
+    std::uint32_t last_checkpoint = 0;        // boundary of the newest checkpoint before `planned`
+    bool started = false;                     // a row was planned since the slot was given
 };
 
 static_assert(std::is_nothrow_move_constructible_v<Holding> && !std::is_copy_constructible_v<Holding>);

@@ -78,7 +78,7 @@ struct Request {
     double arrival = 0.0;
     double deadline = kNever;
     double retention = 0.0;
-    std::uint32_t session = kNone;
+    std::string session;
     std::uint32_t retractions = 0;
     std::vector<Hash128> hashes;        // of the full blocks of known tokens
     std::vector<std::uint32_t> wanted;  // boundaries where a checkpoint is wanted, ascending
@@ -92,9 +92,10 @@ struct Request {
     std::vector<Request*> followers;
     Hash128 frontier{};
     bool leads = false;
+    std::uint32_t lead_until = 0;  // blocks of the prompt (or of what is computed again) that it computes for all
 
+    std::int32_t ceiling = 0;  // prompt tokens that an infinite cache would have had
     std::int32_t loads = 0;  // transfers to the device that it waits for
-    bool first_token_seen = false;
 
     Holding& cache() {
         if (auto* prefilling = std::get_if<Prefilling>(&state)) return prefilling->cache;

@@ -1,8 +1,9 @@
 // The scheduler: requests in, plans out. Single-threaded and deterministic; every time comes from the caller.
 //
 // Its parts, one file each in src/: requests.cpp (add, cancel, end), planner.cpp (a step's rows), admission.cpp (who gets a slot),
-// growth.cpp (blocks and states for tokens about to be computed), settle.cpp (what a finished step means), retraction.cpp, sharing.cpp
-// (prefixes computed once), report.cpp (stats and audit).
+// growth.cpp (blocks and states for tokens about to be computed), settle.cpp (what a finished step means), publish.cpp (what enters the
+// prefix index), promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once), retention.cpp
+// (what stays warm, what goes first), report.cpp (stats and audit).
 #pragma once
 
 #include <cstdint>
@@ -22,7 +23,10 @@
 #include "quickturn/control/hash.hpp"
 #include "quickturn/control/plan.hpp"
 #include "quickturn/control/request.hpp"
+#include "quickturn/control/seen_blocks.hpp"
+#include "quickturn/control/sessions.hpp"
 #include "quickturn/control/slot_pool.hpp"
+#include "quickturn/control/step_model.hpp"
 
 namespace quickturn::control {
 
@@ -50,6 +54,8 @@ class Scheduler {
     void add(const RequestSpec& spec);
     bool cancel(RequestId id);
     bool finish(RequestId id);
+    // Keeps the session's cache warm while its tool runs, within the policy's bounds.
+    bool hold(const std::string& session, double seconds);
 
     // The next step, nullptr if nothing can run and nothing changed. The plan is the caller's; it is reused once let go of.
     std::shared_ptr<const StepPlan> plan(double now);
@@ -57,6 +63,8 @@ class Scheduler {
     Applied apply(StepId step, std::span<const std::int32_t> tokens, std::span<const std::int32_t> counts, double elapsed_us);
 
     std::int32_t match(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const;
+    // Identities of the full blocks of a prompt, for a router that follows the stream of events.
+    std::vector<Hash128> prefix_hashes(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const;
     bool has_unfinished() const { return !requests_.empty(); }
     std::vector<std::pair<std::string, double>> stats() const;
     std::vector<KvEvent> take_events() { return cache_.events().take(); }
@@ -78,6 +86,7 @@ class Scheduler {
     struct Flight {
         StepId step = -1;
         std::int32_t samples = 0;
+        StepLoad load;
         std::vector<Row> rows;
     };
     struct HashKey {
@@ -87,9 +96,11 @@ class Scheduler {
     // requests.cpp
     void check_spec(const RequestSpec& spec) const;
     void hash_prompt(Request& request, std::span<const std::int32_t> tokens) const;
-    void hash_tail(Request& request) const;
+    void hash_tail(Request& request);
+    double head_start(const Request& request) const;
     Hash128 before_block(const Request& request, std::size_t block, const Hash128& before) const;
     void want_checkpoints(Request& request, const RequestSpec& spec) const;
+    void want_checkpoint(Request& request, std::uint32_t boundary) const;
     Need need_of(const Request& request, std::uint32_t cached) const;
     std::unique_ptr<Request> take_out(Request& request);
     template <class Event>
@@ -98,6 +109,8 @@ class Scheduler {
     void expire(double now);
 
     // planner.cpp
+    std::int32_t decode_query(const Request& request) const;
+    void grow_decodes();
     void plan_decodes();
     void plan_prefills();
     void emit(Request& request, std::int32_t query, bool sampled, bool decode);
@@ -106,23 +119,60 @@ class Scheduler {
     std::shared_ptr<StepPlan> fresh_plan();
 
     // admission.cpp
+    enum class Admission { admitted, follows, no_room };
     void admit();
-    bool admit_one(Request& request);
+    Admission admit_one(Request& request);
+    bool promise_allows_one_more() const;
     Need committed() const;
-    void take_prefix(Request& request, Holding& cache, SlotId slot, const Match& match);
+    void take_prefix(Holding& cache, SlotId slot, const Match& match);
+    // Index of the first block of the group that a query at `position` sees.
+    std::uint32_t first_seen(std::uint32_t position, GroupId group) const;
 
     // growth.cpp
     std::int32_t grow(Request& request, std::int32_t tokens);
-    void states_for_row(Request& request, bool decode);
+    std::int32_t until_checkpoint(const Request& request, std::int32_t tokens) const;
+    std::int32_t until_boundary(const Request& request, std::int32_t tokens) const;
+    bool wants_snapshot(const Request& request, std::uint32_t boundary, bool& keep) const;
+    bool take_snapshot(Request& request, std::uint32_t boundary, bool keep, std::vector<BlockRef>& next);
+    void states_for_row(Request& request);
 
     // settle.cpp
     void settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied);
     std::int32_t accept(Request& request, std::span<const std::int32_t> tokens, std::optional<Reason>& over);
     bool is_stop(const Request& request, std::int32_t token) const;
     void settle_blocks(Request& request);
+    void publish_blocks(Request& request);
+    void publish_windows(Request& request, NodeId node);
+    void leave_windows(Request& request);
+    void publish_snapshots(Request& request);
+    void publish_snapshot(Request& request, Snapshot&& snapshot);
+    void publish_end(Request& request);
+
+    // sharing.cpp
+    bool follow(Request& request, const Match& match);
+    std::uint32_t shared_target(Request& leader, const Request& request, const Match& match, std::uint32_t limit) const;
+    void lead(Request& request);
+    void wake_followers(Request& request, bool all);
+    void stop_following(Request& request);
+    void leave_sharing(Request& request);
+    void end_waits();
+
+    // retention.cpp
+    Tick tick(double time) const;
+    void note_turn(Request& request);
+    bool keep_warm(const Session& session, double seconds);
+    double capacity_blocks() const;
+    void end_holds();
+
+    // promise.cpp
+    std::int32_t prefill_budget() const;
+    double step_limit(double decode_time) const;
 
     // retraction.cpp
-    bool make_room(Request& request);
+    // What came of it: try again, wait for what is on its way back, or the request itself is gone from the list.
+    enum class Room { again, wait, gone };
+    Room make_room(Request& request);
+    static bool gives_way_before(const Request& a, const Request& b);
     void retract(Request& request);
     bool break_standstill();
 
@@ -142,6 +192,15 @@ class Scheduler {
     std::vector<Flight> spare_flights_;
     std::shared_ptr<StepPlan> draft_;  // collects what the next plan must say
     std::vector<std::shared_ptr<StepPlan>> plans_;
+
+    std::unordered_map<Hash128, Request*, HashKey> frontiers_;  // next block that a prefilling request computes; looked up only
+    std::deque<std::pair<double, RequestId>> share_ends_;
+    Sessions sessions_;
+    std::multimap<double, double> holds_;  // end, blocks
+    double held_blocks_ = 0.0;
+    SeenBlocks seen_;
+    StepModel model_;
+    std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
 
     Flight* building_ = nullptr;
     StepId next_step_ = 0;

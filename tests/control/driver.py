@@ -1,0 +1,297 @@
+"""Random operations on one or two schedulers, with the device oracle and a brute-force matcher beside them."""
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from device import Device, Track
+
+import quickturn_control as qc
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one run is made of. `groups` are (kind, blocks per slab, window)."""
+
+    groups: tuple[tuple[str, int, int], ...]
+    num_slabs: int
+    block_tokens: int = 4
+    max_requests: int = 5
+    max_step_tokens: int = 24
+    draft_tokens: int = 0
+    pipeline_depth: int = 2
+    tiers: tuple[tuple[int, ...], ...] = ()
+    prefix_cache: bool = True
+    share_wait: float = 0.3
+    stride: int = 16
+    min_tps: float = 0.0
+
+    def config(self) -> qc.SchedulerConfig:
+        """The scheduler's configuration."""
+        return qc.SchedulerConfig(
+            groups=[qc.GroupConfig(kind, per, window=window) for kind, per, window in self.groups],  # type: ignore[arg-type]
+            num_slabs=self.num_slabs,
+            block_tokens=self.block_tokens,
+            max_requests=self.max_requests,
+            max_step_tokens=self.max_step_tokens,
+            draft_tokens=self.draft_tokens,
+            pipeline_depth=self.pipeline_depth,
+            tiers=[qc.TierConfig(f"tier{i}", list(blocks)) for i, blocks in enumerate(self.tiers)],
+            prefix_cache=self.prefix_cache,
+            policy=qc.Policy(
+                share_wait=self.share_wait, checkpoint_stride=self.stride, min_tps_per_user=self.min_tps, fairness=0.5, demote_below=0.6
+            ),
+            kv_events=True,
+        )
+
+
+class Driver:
+    """One run. Every method is one operation; all of them check."""
+
+    def __init__(self, setup: Setup, random: Random, twin: bool = True) -> None:
+        self.setup = setup
+        self.random = random
+        self.schedulers = [qc.Scheduler(setup.config()) for _ in range(2 if twin else 1)]
+        self.device = Device(
+            [(kind, window) for kind, _, window in setup.groups], setup.block_tokens, setup.draft_tokens > 0, random
+        )
+        self.present: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        self.now = 0.0
+        self.last_id = 0
+        self.refused = 0
+        self.ended = 0
+        self.cached = 0
+
+    @property
+    def scheduler(self) -> qc.Scheduler:
+        """The one whose plans are run."""
+        return self.schedulers[0]
+
+    def tokens(self) -> list[int]:
+        """A prompt from a small world: few first tokens, continuations of running requests."""
+        live = [track for track in self.device.tracks.values()]
+        if live and self.random.random() < 0.4:
+            source = self.random.choice(live).host
+            cut = self.random.randint(1, len(source))
+            return source[:cut] + [self.random.randint(0, 3) for _ in range(self.random.randint(0, 12))]
+        length = self.random.choice([1, 3, 4, 5, 8, 16, 17, 33, 60])
+        family = self.random.randint(0, 2)
+        return [family + 10] * min(length, 13) + [self.random.randint(0, 1) for _ in range(max(0, length - 13))]
+
+    def add(self) -> None:
+        """A new request, maybe one that can never fit."""
+        self.last_id += 1
+        salt = self.random.choice(["", "", "tenant"])
+        prompt = self.tokens()
+        track = Track(
+            self.last_id,
+            salt,
+            prompt,
+            max_tokens=self.random.randint(1, 20),
+            min_tokens=self.random.choice([0, 0, 3]),
+            stops=frozenset(self.random.choice([(), (50,), (50, 51, 52, 53, 54, 55)])),
+            host=list(prompt),
+        )
+        try:
+            for scheduler in self.schedulers:
+                scheduler.add(
+                    qc.Request(
+                        track.id,
+                        np.array(prompt, np.int32),
+                        max_tokens=track.max_tokens,
+                        min_tokens=track.min_tokens,
+                        stop_token_ids=sorted(track.stops),
+                        arrival=self.now,
+                        priority=self.random_for(track.id).choice([0, 0, 1]),
+                        session=self.random_for(track.id).choice(["", "a", "b"]),
+                        deadline=self.now + 3.0 if track.id % 11 == 0 else None,
+                        cache_salt=salt,
+                        boundaries=[7] if track.id % 5 == 0 else [],
+                        retention=0.5 if track.id % 7 == 0 else 0.0,
+                    )
+                )
+        except ValueError as refused:
+            assert "needs" in str(refused)
+            self.refused += 1
+            return
+        self.device.tracks[track.id] = track
+
+    @staticmethod
+    def random_for(number: int) -> Random:
+        """The same choices for both schedulers."""
+        return Random(number)
+
+    def plan(self) -> bool:
+        """One plan, run at once. True if it had rows."""
+        self.now += 0.01
+        plans = [scheduler.plan(self.now) for scheduler in self.schedulers]
+        plan = plans[0]
+        for other in plans[1:]:
+            assert same_plan(plan, other), "two schedulers fed the same calls disagree"
+        if plan is None:
+            return False
+        self.device.run(plan)
+        self.cached += int(plan.admitted.cached_tokens.sum())
+        self.follow_events()
+        return plan.num_rows > 0
+
+    def apply(self) -> bool:
+        """The oldest step's result, if one is out."""
+        if not self.device.flights:
+            return False
+        flight, result = self.device.result()
+        applied = [scheduler.apply(result) for scheduler in self.schedulers]
+        for other in applied[1:]:
+            assert applied[0].ids.tolist() == other.ids.tolist() and applied[0].accepted.tolist() == other.accepted.tolist()
+        self.device.applied(flight, applied[0])
+        self.ended += len(applied[0].ids)
+        self.follow_events()
+        return True
+
+    def stop_one(self) -> None:
+        """Cancel or finish a request, or an unknown one."""
+        cancel = self.random.random() < 0.6
+        ids = sorted(self.device.tracks)
+        number = self.random.choice(ids) if ids and self.random.random() < 0.95 else 10**9
+        found = [scheduler.cancel(number) if cancel else scheduler.finish(number) for scheduler in self.schedulers]
+        assert all(was == (number in self.device.tracks) for was in found)
+        if number in self.device.tracks:
+            # Its slot is reported as free by the next plan.
+            self.device.tracks.pop(number)
+            self.ended += 1
+        self.follow_events()
+
+    def hold(self) -> None:
+        """A tool call of some session."""
+        name = self.random.choice(["a", "b", "c"])
+        assert len({scheduler.hold(name, 0.3) for scheduler in self.schedulers}) == 1
+
+    def transfers(self) -> None:
+        """Some of the copies complete, in any order."""
+        ids = sorted(self.device.transfers)
+        self.random.shuffle(ids)
+        done = ids[: self.random.randint(0, len(ids))]
+        for number in done:
+            self.device.finish_transfer(number)
+        if done:
+            for scheduler in self.schedulers:
+                scheduler.transfers_done(np.array(done, np.int64))
+            self.follow_events()
+
+    def reset(self) -> None:
+        """Forget all cached blocks."""
+        assert len({scheduler.reset_prefix_cache() for scheduler in self.schedulers}) == 1
+        self.follow_events()
+
+    def follow_events(self) -> None:
+        """Keep the picture that a router would have."""
+        for scheduler in self.schedulers[1:]:
+            scheduler.take_events()
+        events = self.scheduler.take_events()
+        for kind, tier, group, key in zip(events.kinds, events.tiers, events.groups, events.hashes.tolist(), strict=True):
+            known = self.present.setdefault((int(tier), int(group)), set())
+            if kind == 1:
+                assert tuple(key) not in known
+                known.add(tuple(key))
+            else:
+                known.remove(tuple(key))
+
+    def match(self) -> None:
+        """The joint match of a random prompt against a brute-force matcher."""
+        prompt, salt = self.tokens(), self.random.choice(["", "tenant"])
+        tokens = np.array(prompt, np.int32)
+        assert self.scheduler.match(tokens, cache_salt=salt) == self.brute_force(tokens, salt)
+
+    def brute_force(self, tokens: np.ndarray, salt: str) -> int:  # type: ignore[type-arg]
+        """The longest boundary from which every group can go on, tried one by one from the end."""
+        unit = self.setup.block_tokens
+        if not self.setup.prefix_cache:
+            return 0
+        hashes = [tuple(pair) for pair in self.scheduler.prefix_hashes(tokens, cache_salt=salt).tolist()]
+
+        def has(group: int, block: int) -> bool:
+            return any(hashes[block] in self.present.get((tier, group), ()) for tier in range(1 + len(self.setup.tiers)))
+
+        for boundary in range((len(tokens) - 1) // unit, 0, -1):
+            good = True
+            for group, (kind, _, window) in enumerate(self.setup.groups):
+                if kind == "state":
+                    good = good and has(group, boundary - 1)
+                else:
+                    first = max(0, boundary * unit - window + 1) // unit if kind == "window" else 0
+                    good = good and all(has(group, block) for block in range(first, boundary))
+            if good:
+                return boundary * unit
+        return 0
+
+    def check(self) -> None:
+        """The scheduler's own audit."""
+        self.scheduler.check()
+
+    def drain(self) -> None:
+        """Nothing new: everything that is left must end, and nothing may be left behind."""
+        idle = 0
+        for _ in range(5000):
+            if not self.device.tracks and not self.device.flights and not self.device.transfers:
+                break
+            progress = self.plan()
+            progress = self.apply() or progress or bool(self.device.transfers)
+            for number in sorted(self.device.transfers):
+                self.device.finish_transfer(number)
+                for scheduler in self.schedulers:
+                    scheduler.transfers_done(np.array([number], np.int64))
+            self.follow_events()
+            idle = 0 if progress else idle + 1
+            assert idle < 200, f"nothing moves: {sorted(self.device.tracks)} {self.scheduler.stats()}"
+        assert not self.device.tracks, "requests starve"
+        self.plan()
+        self.check()
+        self.reset()
+        stats = self.scheduler.stats()
+        assert stats["slabs_free"] == self.setup.num_slabs, f"blocks leak: {stats}"
+        assert stats["index_nodes"] == 0
+        assert all(not known for known in self.present.values()), "events leave blocks behind"
+
+    def any_operation(self) -> None:
+        """One operation, in the proportions of a busy server."""
+        draw = self.random.random()
+        if draw < 0.10:
+            if len(self.device.tracks) < 14:
+                self.add()
+        elif draw < 0.13:
+            self.stop_one()
+        elif draw < 0.53:
+            self.plan()
+        elif draw < 0.86:
+            self.apply()
+        elif draw < 0.93:
+            self.transfers()
+        elif draw < 0.96:
+            self.match()
+        elif draw < 0.975:
+            self.check()
+        elif draw < 0.995:
+            self.hold()
+        elif draw < 0.996:
+            self.reset()
+
+
+def same_plan(a: qc.StepPlan | None, b: qc.StepPlan | None) -> bool:
+    """Equal in every array."""
+    if a is None or b is None:
+        return a is b
+    return flat(a) == flat(b)
+
+
+def flat(plan: qc.StepPlan) -> list[object]:
+    """A plan as plain lists."""
+    parts: list[object] = [plan.step, plan.num_decode_rows, plan.num_tokens]
+    parts += [column.tolist() for column in (plan.slots, plan.query_lens, plan.context_lens, plan.samples)]
+    for updates in plan.block_updates:
+        parts.append((updates.slots.tolist(), updates.indexes.tolist(), updates.blocks.tolist()))
+    for columns in (plan.state_in, plan.state_out, plan.state_zero):
+        parts.append([column.tolist() for column in columns])
+    parts += [plan.admitted.ids.tolist(), plan.released.ids.tolist(), plan.ended.ids.tolist()]
+    for transfers in (plan.transfers_before, plan.transfers_after):
+        parts.append((transfers.ids.tolist(), transfers.src_blocks.tolist(), transfers.dst_blocks.tolist()))
+    return parts
