@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quickturn.cache.layout import ArenaLayout
 from quickturn.cache.views import LayerCache
+from quickturn.execution.upload import upload
 from quickturn.layers.forward import ForwardBatch
 
 Ints = NDArray[np.int32]
@@ -159,6 +160,4 @@ class DeviceBatch:
         return self._upload(last_token[rows.samples != 0].astype(np.int64))
 
     def _upload(self, array: NDArray[np.integer]) -> torch.Tensor:
-        writable = array if array.flags.writeable else array.copy()
-        tensor = torch.from_numpy(np.ascontiguousarray(writable))
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return upload(array, self._device)

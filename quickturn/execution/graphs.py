@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.upload import host_tensor
 from quickturn.models.base import Model
 
 WARM_UP_RUNS = 2
@@ -83,7 +84,7 @@ class DecodeGraphs:
         packed = np.empty((2, recorded.inputs.shape[1]), dtype=np.int64)
         packed[0, :count], packed[0, count:] = rows.slots, self._batch.padding_slot
         packed[1, :count], packed[1, count:] = rows.context_lens, -1
-        recorded.inputs.copy_(torch.from_numpy(packed), non_blocking=True)
+        recorded.inputs.copy_(host_tensor(packed, self._device), non_blocking=True)
         recorded.graph.replay()
         return recorded.logits[:count]
 

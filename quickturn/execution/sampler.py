@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from quickturn_kernels import IN_PROMPT, Sampled, SamplingTensors, sample
 
+from quickturn.execution.upload import upload
 from quickturn.sampling_params import SamplingParams
 
 _NO_LOGPROBS = -1
@@ -67,8 +68,8 @@ class Sampler:
         """
         p = sampling
         if p.temperature > 0 or self._draws[slot]:
-            self._floats[slot, :3] = torch.tensor([p.temperature, p.top_p, p.min_p])
-            self._ints[slot] = torch.tensor([p.top_k, seed])
+            self._floats[slot, :3] = self._upload([p.temperature, p.top_p, p.min_p], np.float32)
+            self._ints[slot] = self._upload([p.top_k, seed], np.int64)
         self._draws[slot] = p.temperature > 0
         self._filters[slot] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
         self._logprobs[slot] = _NO_LOGPROBS if p.logprobs is None else p.logprobs
@@ -84,7 +85,7 @@ class Sampler:
         if not len(slots):
             return SampledRows(torch.empty(0, dtype=torch.int64, device=self._device), list)
         wanted = int(self._logprobs[slots].max())
-        at = torch.from_numpy(slots.astype(np.int64)).to(self._device)
+        at = upload(slots.astype(np.int64), self._device)
         params = self._tensors(at, slots, positions)
         chosen = sample(logits, params, None if wanted == _NO_LOGPROBS else wanted)
         if self._penalties[slots].any():
@@ -99,16 +100,25 @@ class Sampler:
     def _tensors(
         self, at: torch.Tensor, slots: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> SamplingTensors:
-        floats, ints = self._floats[at], self._ints[at]
+        drawn = bool(self._draws[slots].any())
         penalised = bool(self._penalties[slots].any())
         biased = bool(self._biased[slots].any())
+        if not drawn:
+            # Greedy rows read none of these: anything of the right shape will do, and costs no launch.
+            rows = slice(len(slots))
+            floats, ints, places = self._floats[rows], self._ints[rows], at
+        else:
+            floats, ints = self._floats[at], self._ints[at]
+            places = upload(positions.astype(np.int64), self._device)
+        if penalised:
+            floats = self._floats[at]
         return SamplingTensors(
             temperature=floats[:, 0],
             top_p=floats[:, 1],
             min_p=floats[:, 2],
             top_k=ints[:, 0].to(torch.int32),
             seeds=ints[:, 1],
-            positions=torch.from_numpy(positions.astype(np.int64)).to(self._device),
+            positions=places,
             presence=floats[:, 3] if penalised else None,
             frequency=floats[:, 4] if penalised else None,
             repetition=floats[:, 5] if penalised else None,
@@ -116,17 +126,20 @@ class Sampler:
             count_rows=at if penalised else None,
             bias_ids=self._bias_ids[at] if biased else None,
             bias_values=self._bias_values[at] if biased else None,
-            all_greedy=not self._draws[slots].any(),
+            all_greedy=not drawn,
             no_filters=not self._filters[slots].any(),
         )
+
+    def _upload(self, values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
+        return upload(np.array(values, dtype=dtype), self._device)
 
     def _admit_penalties(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, p: SamplingParams
     ) -> None:
         penalised = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0)
         if penalised or self._penalties[slot]:
-            self._floats[slot, 3:] = torch.tensor(
-                [p.presence_penalty, p.frequency_penalty, p.repetition_penalty]
+            self._floats[slot, 3:] = self._upload(
+                [p.presence_penalty, p.frequency_penalty, p.repetition_penalty], np.float32
             )
         self._penalties[slot] = penalised
         if not penalised:
@@ -136,7 +149,7 @@ class Sampler:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         counts = np.bincount(tokens[prompt_len:], minlength=self._vocab_size).astype(np.int32)
         counts[tokens[:prompt_len]] |= IN_PROMPT
-        self._counts[slot] = torch.from_numpy(counts)
+        self._counts[slot] = upload(counts, self._device)
 
     def _admit_bias(self, slot: int, bias: dict[int, float]) -> None:
         if not bias and not self._biased[slot]:
@@ -147,8 +160,8 @@ class Sampler:
             self._bias_ids = torch.nn.functional.pad(self._bias_ids, (0, missing), value=-1)
             self._bias_values = torch.nn.functional.pad(self._bias_values, (0, missing))
         self._bias_ids[slot] = -1
-        self._bias_ids[slot, : len(bias)] = torch.tensor(list(bias), dtype=torch.int32)
-        self._bias_values[slot, : len(bias)] = torch.tensor(list(bias.values()))
+        self._bias_ids[slot, : len(bias)] = self._upload(list(bias), np.int32)
+        self._bias_values[slot, : len(bias)] = self._upload(list(bias.values()), np.float32)
 
 
 def _logprob_rows(chosen: Sampled, each: NDArray[np.int32]) -> list[RowLogprobs | None]:
