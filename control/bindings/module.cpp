@@ -223,6 +223,13 @@ void bind_scheduler(nb::module_& m) {
             },
             "result"_a)
         .def(
+            "transfers_done",
+            [](Scheduler& self, const nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids) {
+                self.transfers_done({ids.data(), ids.size()});
+            },
+            "ids"_a.noconvert())
+        .def("transfers_done", [](Scheduler& self, const std::vector<TransferId>& ids) { self.transfers_done(ids); }, "ids"_a)
+        .def(
             "match",
             [](const Scheduler& self, const Tokens& tokens, const std::string& cache_salt, const std::string& adapter) {
                 const auto span = span_of(tokens);

@@ -76,13 +76,29 @@ Scheduler::Admission Scheduler::admit_one(Request& request) {
         for (const GroupId full : cache_.index().full_groups()) ++need[full];
     }
     for (const GroupId group : state_groups_) need[group] += match.resume > 0 ? 1 : 0;
+    const std::vector<Cached> missing = missing_on_device(match);
+    for (const Cached& what : missing) {
+        if (load_of(what) != nullptr) continue;
+        if (what.side != kNone) {
+            ++need[cache_.index().side_group(what.side)];
+        } else {
+            for (const GroupId full : cache_.index().full_groups()) ++need[full];
+        }
+    }
     if (!cache_.fits(need)) return Admission::no_room;
 
     // A prefix known beyond the resume point is where two prompts part: the next one that shares it shall find a state there.
     if (!state_groups_.empty() && match.shared > match.resume) want_checkpoint(request, match.shared);
-    SlotRef slot = slots_.take();
     Holding cache;
-    take_prefix(cache, slot.id(), match);
+    pin_prefix(cache, match);
+    for (const Cached& what : missing) {
+        // What was started goes on by itself if the rest finds no room.
+        if (load_of(what) == nullptr && !start_load(what)) return Admission::no_room;
+    }
+    SlotRef slot = slots_.take();
+    tell_prefix(cache, slot.id(), match);
+    request.loads = static_cast<std::int32_t>(missing.size());
+    for (const Cached& what : missing) load_of(what)->waiters.emplace_back(request.id, request.run);
     request.slot = slot.id();
     request.planned = request.computed = request.edge = static_cast<std::int32_t>(match.resume) * config_.block_tokens;
     request.publish_at = request.computed + config_.block_tokens;
@@ -109,7 +125,7 @@ Scheduler::Admission Scheduler::admit_one(Request& request) {
     return Admission::admitted;
 }
 
-void Scheduler::take_prefix(Holding& cache, SlotId slot, const Match& match) {
+void Scheduler::pin_prefix(Holding& cache, const Match& match) {
     PrefixIndex& index = cache_.index();
     cache.tip = index.pin(match.resume_node);
     cache.published = match.resume;
@@ -117,27 +133,34 @@ void Scheduler::take_prefix(Holding& cache, SlotId slot, const Match& match) {
     cache.windows.resize(window_groups_.size());
     cache.states.resize(state_groups_.size());
     cache.last_checkpoint = match.resume;
-    for (std::size_t f = 0; f < cache.full.size(); ++f) {
-        BlockUpdates& updates = draft_->block_updates[index.full_groups()[f]];
-        NodeId node = match.resume_node;
-        for (std::uint32_t depth = match.resume; depth > 0; --depth, node = index.parent(node)) {
-            updates.add(slot, depth - 1, index.block(node, kDevice, static_cast<int>(f)));
-        }
-    }
     for (std::size_t w = 0; w < window_groups_.size(); ++w) {
-        const GroupId group = window_groups_[w];
         WindowHolding& window = cache.windows[w];
-        window.first = first_seen(match.resume * static_cast<std::uint32_t>(config_.block_tokens), group);
+        window.first = first_seen(match.resume * static_cast<std::uint32_t>(config_.block_tokens), window_groups_[w]);
         window.blocks.resize(match.resume - window.first);
         NodeId node = match.resume_node;
-        for (std::uint32_t depth = match.resume; depth > window.first; --depth, node = index.parent(node)) {
-            const SideId side = index.side(node, group);
-            window.blocks[depth - 1 - window.first].kept = index.pin_side(side);
-            draft_->block_updates[group].add(slot, depth - 1, index.side_block(side, kDevice));
+        for (auto block = window.blocks.rbegin(); block != window.blocks.rend(); ++block, node = index.parent(node)) {
+            block->kept = index.pin_side(index.side(node, window_groups_[w]));
         }
     }
     for (std::size_t s = 0; s < state_groups_.size() && match.resume > 0; ++s) {
         cache.states[s].source = index.pin_side(index.side(match.resume_node, state_groups_[s]));
+    }
+}
+
+void Scheduler::tell_prefix(const Holding& cache, SlotId slot, const Match& match) {
+    const PrefixIndex& index = cache_.index();
+    for (std::size_t f = 0; f < cache.full.size(); ++f) {
+        BlockUpdates& updates = draft_->block_updates[index.full_groups()[f]];
+        NodeId node = match.resume_node;
+        for (std::uint32_t depth = match.resume; depth > 0; --depth, node = index.parent(node)) {
+            updates.add(slot, depth - 1, device_block({node, kNone}, static_cast<int>(f)));
+        }
+    }
+    for (std::size_t w = 0; w < window_groups_.size(); ++w) {
+        std::uint32_t at = cache.windows[w].first;
+        for (const WindowBlock& block : cache.windows[w].blocks) {
+            draft_->block_updates[window_groups_[w]].add(slot, at++, device_block({kNone, block.kept.side()}, 0));
+        }
     }
 }
 

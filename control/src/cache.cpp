@@ -76,7 +76,7 @@ bool Cache::evict_for(GroupId group) {
 }
 
 bool Cache::fits(const Need& need) const {
-    const Arena& arena = const_cast<Cache*>(this)->storage_.device();
+    const Arena& arena = storage_.device();
     std::int64_t spare = arena.free_slabs();
     std::int64_t missing = 0;
     for (GroupId g = 0; g < config_.groups.size(); ++g) {
@@ -97,8 +97,16 @@ bool Cache::fits_empty(const Need& need) const {
     return slabs <= config_.num_slabs;
 }
 
-double Cache::free_share() const {
-    const Arena& arena = const_cast<Cache*>(this)->storage_.device();
+double Cache::free_share(TierId tier) const {
+    if (tier != kDevice) {
+        double share = 1.0;
+        for (GroupId g = 0; g < config_.groups.size(); ++g) {
+            const auto all = static_cast<double>(storage_.capacity(tier, g));
+            if (all > 0) share = std::min(share, 1.0 - static_cast<double>(storage_.out(tier, g)) / all);
+        }
+        return share;
+    }
+    const Arena& arena = storage_.device();
     double free = arena.free_slabs();
     for (GroupId g = 0; g < config_.groups.size(); ++g) {
         free += static_cast<double>(arena.free_in_slabs(g)) / static_cast<double>(arena.blocks_per_slab(g));

@@ -43,6 +43,8 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
         plan_prefills();
     } while (flight.rows.empty() && break_standstill());
 
+    if (!config_.tiers.empty()) plan_demotions();
+
     building_ = nullptr;
     StepPlan& plan = *draft_;
     if (!flight.rows.empty()) {
@@ -102,6 +104,10 @@ void Scheduler::plan_prefills() {
     starved_steps_ = budget < config_.block_tokens ? starved_steps_ + 1 : 0;
     for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
         Request& request = *prefilling_[i];
+        if (request.loads > 0) {
+            ++i;
+            continue;
+        }
         std::int32_t query = std::min(budget, request.known - request.planned);
         query = grow(request, until_checkpoint(request, query));
         if (query <= 0) {

@@ -59,20 +59,24 @@ bool PrefixIndex::has_any_copy(NodeId node) const {
 
 // ---- pins
 
-NodePin PrefixIndex::pin(NodeId node) {
+NodePin PrefixIndex::pin(NodeId node, bool use) {
     if (node == kNone) return {};
+    protect(node);
+    return {this, node, use};
+}
+
+void PrefixIndex::protect(NodeId node) {
     for (NodeId at = node; at != kNone && nodes_[at].holders++ == 0; at = nodes_[at].parent) {
         set_fixed(at, true);
         refresh(at);
     }
-    return {this, node};
 }
 
-void PrefixIndex::unpin(NodeId node) {
+void PrefixIndex::unprotect(NodeId node, bool use) {
     for (NodeId at = node; at != kNone;) {
         const NodeId parent = nodes_[at].parent;
         // A superseded node that was used again is as good as any other; one kept until later stays so.
-        nodes_[at].used = std::max(nodes_[at].used, now_);
+        if (use) nodes_[at].used = std::max(nodes_[at].used, now_);
         if (--nodes_[at].holders > 0) return;
         set_fixed(at, false);
         refresh(at);
@@ -81,27 +85,24 @@ void PrefixIndex::unpin(NodeId node) {
     }
 }
 
-SidePin PrefixIndex::pin_side(SideId id) {
+SidePin PrefixIndex::pin_side(SideId id, bool use) {
     Side& side = sides_[id];
     if (side.pins++ == 0) {
         if (side.block[kDevice] != kNoBlock) storage_.device().fix(side.group, side.block[kDevice]);
         refresh_side(id);
     }
-    for (NodeId at = side.node; at != kNone && nodes_[at].holders++ == 0; at = nodes_[at].parent) {
-        set_fixed(at, true);
-        refresh(at);
-    }
-    return {this, id};
+    protect(side.node);
+    return {this, id, use};
 }
 
-void PrefixIndex::unpin_side(SideId id) {
+void PrefixIndex::unpin_side(SideId id, bool use) {
     Side& side = sides_[id];
-    side.used = std::max(side.used, now_);
+    if (use) side.used = std::max(side.used, now_);
     if (--side.pins == 0) {
         if (side.block[kDevice] != kNoBlock) storage_.device().unfix(side.group, side.block[kDevice]);
         refresh_side(id);
     }
-    unpin(side.node);
+    unprotect(side.node, use);
 }
 
 void PrefixIndex::set_fixed(NodeId node, bool fixed) {

@@ -91,6 +91,7 @@ void Scheduler::publish_snapshot(Request& request, Snapshot&& snapshot) {
         const SideId side = cache_.index().publish_side(node, state_groups_[s], snapshot.blocks[s], snapshot.cost);
         // The step that starts at the boundary reads it, and may be out.
         cache_.limbo().keep(request.last_step, cache_.index().pin_side(side));
+        queue_demotion(cache_.index().hash(node), state_groups_[s]);
         if (snapshot.blocks[s]) cache_.limbo().keep(request.last_step, std::move(snapshot.blocks[s]));
     }
 }

@@ -16,6 +16,7 @@ Scheduler::Scheduler(SchedulerConfig config)
         if (config_.groups[g].kind == GroupKind::state) state_groups_.push_back(g);
     }
     draft_ = fresh_plan();
+    book_.demotions.resize(config_.tiers.size());
 }
 
 void Scheduler::check_spec(const RequestSpec& spec) const {
@@ -178,11 +179,12 @@ void Scheduler::retire(StepId last_step, Remains&& remains, std::unique_ptr<Requ
 template <class Event>
 void Scheduler::end(Request& request, Event event, Reason reason, EndedRows& report) {
     report.add(request.id, request.slot, reason);
-    if constexpr (std::is_same_v<Event, End>) {
-        if (request.running()) {
+    if (request.running()) {
+        if constexpr (std::is_same_v<Event, End>) {
             publish_end(request);
             note_turn(request);
         }
+        queue_demotions(request);
     }
     leave_sharing(request);
     std::unique_ptr<Request> owned = take_out(request);

@@ -26,7 +26,7 @@ Scheduler::Room Scheduler::make_room(Request& request) {
         if (victim == &request) return Room::gone;
         return cache_.limbo().empty() ? Room::again : Room::wait;
     }
-    if (!flights_.empty()) return Room::wait;
+    if (!flights_.empty() || !book_.jobs.empty()) return Room::wait;
     // It has the whole pool and needs more: that is as long as an answer can be here.
     ++counters_.finished;
     end(request, End{Reason::length}, Reason::length, draft_->ended);
@@ -44,6 +44,7 @@ void Scheduler::retract(Request& request) {
     draft_->released.ids.push_back(request.id);
     draft_->released.slots.push_back(request.slot);
     publish_end(request);
+    queue_demotions(request);
     leave_sharing(request);
     unlist(request);
     request.slot = kNoSlot;
@@ -58,7 +59,7 @@ void Scheduler::retract(Request& request) {
 }
 
 bool Scheduler::break_standstill() {
-    if (!flights_.empty() || !cache_.limbo().empty()) return false;
+    if (!flights_.empty() || !cache_.limbo().empty() || !book_.jobs.empty()) return false;
     if (prefilling_.size() < 2) return false;
     retract(*prefilling_.back());
     return true;

@@ -39,6 +39,7 @@ Applied Scheduler::apply(StepId step, std::span<const std::int32_t> tokens, std:
     cache_.limbo().set_applied(step);
     ++counters_.steps;
     model_.learn(flight.load, elapsed_us * 1e-6);
+    last_load_ = flight.load;
     Applied applied;
     applied.accepted.reserve(samples);
     std::size_t row = 0;

@@ -170,13 +170,15 @@ class Driver:
         """Some of the copies complete, in any order."""
         ids = sorted(self.device.transfers)
         self.random.shuffle(ids)
-        done = ids[: self.random.randint(0, len(ids))]
+        self.complete(ids[: self.random.randint(0, len(ids))])
+
+    def complete(self, done: list[int]) -> None:
+        """These copies have arrived."""
         for number in done:
             self.device.finish_transfer(number)
-        if done:
-            for scheduler in self.schedulers:
-                scheduler.transfers_done(np.array(done, np.int64))
-            self.follow_events()
+        for scheduler in self.schedulers:
+            scheduler.transfers_done(np.array(done, np.int64))
+        self.follow_events()
 
     def reset(self) -> None:
         """Forget all cached blocks."""
@@ -236,15 +238,14 @@ class Driver:
                 break
             progress = self.plan()
             progress = self.apply() or progress or bool(self.device.transfers)
-            for number in sorted(self.device.transfers):
-                self.device.finish_transfer(number)
-                for scheduler in self.schedulers:
-                    scheduler.transfers_done(np.array([number], np.int64))
-            self.follow_events()
+            self.complete(sorted(self.device.transfers))
             idle = 0 if progress else idle + 1
             assert idle < 200, f"nothing moves: {sorted(self.device.tracks)} {self.scheduler.stats()}"
         assert not self.device.tracks, "requests starve"
         self.plan()
+        while self.device.transfers:
+            self.complete(sorted(self.device.transfers))
+            self.plan()
         self.check()
         self.reset()
         stats = self.scheduler.stats()

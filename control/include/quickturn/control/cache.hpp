@@ -59,10 +59,11 @@ class Cache {
     bool fits(const Need& need) const;
     // So many blocks of each group would fit into an empty arena.
     bool fits_empty(const Need& need) const;
-    // Share of the device's slabs and blocks that nothing occupies.
-    double free_share() const;
+    // Share of a tier that nothing occupies; below the device, of its scarcest group.
+    double free_share(TierId tier) const;
 
     Storage& storage() { return storage_; }
+    const Storage& storage() const { return storage_; }
     PrefixIndex& index() { return index_; }
     const PrefixIndex& index() const { return index_; }
     EventLog& events() { return events_; }

@@ -29,7 +29,7 @@ class PrefixIndex;
 class [[nodiscard]] NodePin {
    public:
     NodePin() = default;
-    NodePin(NodePin&& other) noexcept : index_(std::exchange(other.index_, nullptr)), node_(other.node_) {}
+    NodePin(NodePin&& other) noexcept : index_(std::exchange(other.index_, nullptr)), node_(other.node_), use_(other.use_) {}
     NodePin& operator=(NodePin&& other) noexcept;
     NodePin(const NodePin&) = delete;
     NodePin& operator=(const NodePin&) = delete;
@@ -40,16 +40,17 @@ class [[nodiscard]] NodePin {
 
    private:
     friend class PrefixIndex;
-    NodePin(PrefixIndex* index, NodeId node) : index_(index), node_(node) {}
+    NodePin(PrefixIndex* index, NodeId node, bool use) : index_(index), node_(node), use_(use) {}
     PrefixIndex* index_ = nullptr;
     NodeId node_ = kNone;
+    bool use_ = false;
 };
 
 // Keeps one side entry and its node.
 class [[nodiscard]] SidePin {
    public:
     SidePin() = default;
-    SidePin(SidePin&& other) noexcept : index_(std::exchange(other.index_, nullptr)), side_(other.side_) {}
+    SidePin(SidePin&& other) noexcept : index_(std::exchange(other.index_, nullptr)), side_(other.side_), use_(other.use_) {}
     SidePin& operator=(SidePin&& other) noexcept;
     SidePin(const SidePin&) = delete;
     SidePin& operator=(const SidePin&) = delete;
@@ -61,9 +62,10 @@ class [[nodiscard]] SidePin {
 
    private:
     friend class PrefixIndex;
-    SidePin(PrefixIndex* index, SideId side) : index_(index), side_(side) {}
+    SidePin(PrefixIndex* index, SideId side, bool use) : index_(index), side_(side), use_(use) {}
     PrefixIndex* index_ = nullptr;
     SideId side_ = kNone;
+    bool use_ = false;
 };
 
 struct Match {
@@ -85,8 +87,9 @@ class PrefixIndex {
     Match match(std::span<const Hash128> hashes, std::uint32_t limit) const;
     NodeId find(const Hash128& hash) const;
 
-    NodePin pin(NodeId node);
-    SidePin pin_side(SideId side);
+    // Letting go of a pin counts as a use of what it kept, unless `use` is false (a copy to another tier is no use).
+    NodePin pin(NodeId node, bool use = true);
+    SidePin pin_side(SideId side, bool use = true);
 
     // Enters the block after `parent`. Takes `blocks` (one for each full group), unless the node has its copy on the device already.
     NodePin publish(const NodePin& parent, const Hash128& hash, std::span<BlockRef> blocks);
@@ -117,6 +120,8 @@ class PrefixIndex {
     SideId side_victim(TierId tier, GroupId group) const;
     std::uint32_t chain_key(TierId tier) const { return tiers_[tier].heap.top().key; }
     std::uint32_t side_key(TierId tier, GroupId group) const { return tiers_[tier].side_heaps[group].top().key; }
+    std::uint32_t key_of(NodeId node) const { return key(nodes_[node]); }
+    std::uint32_t key_of_side(SideId side) const { return key(sides_[side]); }
     // Removes the victim's copy from the tier.
     void evict_chain(TierId tier);
     void evict_side(TierId tier, GroupId group);
@@ -166,8 +171,9 @@ class PrefixIndex {
         std::array<std::uint32_t, kMaxTiers> heap{kNone, kNone, kNone};
     };
 
-    void unpin(NodeId node);
-    void unpin_side(SideId side);
+    void protect(NodeId node);
+    void unprotect(NodeId node, bool use);
+    void unpin_side(SideId side, bool use);
     void set_fixed(NodeId node, bool fixed);
     void refresh(NodeId node);
     void refresh_side(SideId side);
@@ -209,22 +215,24 @@ inline NodePin& NodePin::operator=(NodePin&& other) noexcept {
         reset();
         index_ = std::exchange(other.index_, nullptr);
         node_ = other.node_;
+        use_ = other.use_;
     }
     return *this;
 }
 inline void NodePin::reset() {
-    if (index_ != nullptr) std::exchange(index_, nullptr)->unpin(node_);
+    if (index_ != nullptr) std::exchange(index_, nullptr)->unprotect(node_, use_);
 }
 inline SidePin& SidePin::operator=(SidePin&& other) noexcept {
     if (this != &other) {
         reset();
         index_ = std::exchange(other.index_, nullptr);
         side_ = other.side_;
+        use_ = other.use_;
     }
     return *this;
 }
 inline void SidePin::reset() {
-    if (index_ != nullptr) std::exchange(index_, nullptr)->unpin_side(side_);
+    if (index_ != nullptr) std::exchange(index_, nullptr)->unpin_side(side_, use_);
 }
 
 }  // namespace quickturn::control

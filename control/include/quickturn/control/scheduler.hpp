@@ -2,7 +2,7 @@
 //
 // Its parts, one file each in src/: requests.cpp (add, cancel, end), planner.cpp (a step's rows), admission.cpp (who gets a slot),
 // growth.cpp (blocks and states for tokens about to be computed), settle.cpp (what a finished step means), publish.cpp (what enters the
-// prefix index), promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once), retention.cpp
+// prefix index), transfers.cpp (tiers), promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once), retention.cpp
 // (what stays warm, what goes first), report.cpp (stats and audit).
 #pragma once
 
@@ -27,6 +27,7 @@
 #include "quickturn/control/sessions.hpp"
 #include "quickturn/control/slot_pool.hpp"
 #include "quickturn/control/step_model.hpp"
+#include "quickturn/control/transfers.hpp"
 
 namespace quickturn::control {
 
@@ -61,6 +62,9 @@ class Scheduler {
     std::shared_ptr<const StepPlan> plan(double now);
     // Settles the oldest step that is out. `counts` may be empty: one token for each sampled row.
     Applied apply(StepId step, std::span<const std::int32_t> tokens, std::span<const std::int32_t> counts, double elapsed_us);
+
+    // These copies are complete. Throws std::invalid_argument for one that isn't in progress.
+    void transfers_done(std::span<const TransferId> ids);
 
     std::int32_t match(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const;
     // Identities of the full blocks of a prompt, for a router that follows the stream of events.
@@ -124,7 +128,8 @@ class Scheduler {
     Admission admit_one(Request& request);
     bool promise_allows_one_more() const;
     Need committed() const;
-    void take_prefix(Holding& cache, SlotId slot, const Match& match);
+    void pin_prefix(Holding& cache, const Match& match);
+    void tell_prefix(const Holding& cache, SlotId slot, const Match& match);
     // Index of the first block of the group that a query at `position` sees.
     std::uint32_t first_seen(std::uint32_t position, GroupId group) const;
 
@@ -164,6 +169,20 @@ class Scheduler {
     double capacity_blocks() const;
     void end_holds();
 
+    // transfers.cpp
+    TransferJob& start_job(const Cached& what, TierId from, TierId to, std::vector<BlockRef>&& blocks, TransferRows& rows);
+    TransferJob* load_of(const Cached& what);
+    bool on_device(const Cached& what) const;
+    std::vector<Cached> missing_on_device(const Match& match);
+    bool start_load(const Cached& what);
+    BlockId device_block(const Cached& what, int ordinal);
+    void queue_demotion(const Hash128& hash, std::int32_t side_group);
+    void queue_demotions(const Request& request);
+    BlockRef room_below(TierId tier, GroupId group, std::uint32_t key);
+    bool demote(const Demotion& demotion, TierId from);
+    void plan_demotions();
+    void finish_job(TransferJob& job);
+
     // promise.cpp
     std::int32_t prefill_budget() const;
     double step_limit(double decode_time) const;
@@ -198,8 +217,10 @@ class Scheduler {
     Sessions sessions_;
     std::multimap<double, double> holds_;  // end, blocks
     double held_blocks_ = 0.0;
+    TransferBook book_;
     SeenBlocks seen_;
     StepModel model_;
+    StepLoad last_load_;
     std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
 
     Flight* building_ = nullptr;
