@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 
 def host_tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` as a tensor from which a copy to `device` doesn't wait: pinned for a GPU, since a copy from pageable
-    memory would wait for everything that the stream still has to do.
+    """`array` as a tensor from which a copy to `device` doesn't wait.
 
-    On a CPU it shares the array's memory, unless that is read-only.
+    For a GPU it is pinned: a copy from pageable memory waits for everything that the stream still has to
+    do. On a CPU it shares the array's memory, unless that is read-only.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array if array.flags.writeable else array.copy()))
     return tensor if device.type == "cpu" else tensor.pin_memory()

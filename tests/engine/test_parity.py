@@ -80,12 +80,10 @@ def test_forced_retraction(
     notices.
     """
     checkpoint = checkpoints(family)
-    block = 3 * 2 * 4 * 2 * 32 * 4
-    driver = checkpoint.driver(overlap=overlap, memory=max(1 << 20, 24 * block), slab_bytes=None)
+    driver = checkpoint.driver(overlap=overlap, memory=1 << 20, max_requests=24)
     capacity = driver.core.ready().cache_tokens
-    count, prompt_len = 8, 20
-    answer_len = min(capacity // 3, 200 - prompt_len)
-    prompts = random_prompts(rng, [prompt_len] * count)
+    answer_len = 180
+    prompts = random_prompts(rng, [20] * 24)
     ids = [driver.add(prompt, max_tokens=answer_len) for prompt in prompts]
     driver.drain()
     assert driver.core.stats().values["retractions"] > 0, f"capacity of {capacity} tokens was never short"

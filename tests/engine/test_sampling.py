@@ -24,10 +24,10 @@ def test_a_seed_fixes_the_tokens_whatever_else_runs(
 
 def test_a_seed_survives_retraction(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
     checkpoint = checkpoints("llama")
-    prompts = random_prompts(rng, [20] * 8)
-    wanted = {"temperature": 1.0, "max_tokens": 220}
-    roomy = checkpoint.driver(memory=64 << 20)
-    tight = checkpoint.driver(memory=1 << 20)
+    prompts = random_prompts(rng, [20] * 24)
+    wanted = {"temperature": 1.0, "max_tokens": 120}
+    roomy = checkpoint.driver(memory=64 << 20, max_requests=24)
+    tight = checkpoint.driver(memory=1 << 20, max_requests=24)
     for driver in (roomy, tight):
         for seed, prompt in enumerate(prompts):
             driver.add(prompt, seed=seed, presence_penalty=0.5, repetition_penalty=1.1, **wanted)
