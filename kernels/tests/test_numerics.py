@@ -32,9 +32,18 @@ def test_implementation_agrees_with_reference(case: Case, name: str, device: tor
 
 
 @pytest.mark.skipif(not platform.has_triton(), reason="triton is not installed")
-def test_every_op_has_a_triton_implementation() -> None:
+def test_portable_tier_is_complete_for_dense_decoders() -> None:
     portable = {case.op for case, name in RUNS if name == "triton"}
-    assert portable == set(registry.ops()) - {"linear", "prepare_linear"}
+    assert portable >= {
+        "rms_norm",
+        "add_rms_norm",
+        "silu_and_mul",
+        "embedding",
+        "rotary_cache_write",
+        "paged_attention_decode",
+        "paged_attention_prefill",
+        "sample",
+    }
 
 
 def test_suite_finds_a_wrong_element_and_an_unwritten_one(device: torch.device) -> None:

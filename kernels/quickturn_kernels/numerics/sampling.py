@@ -47,6 +47,8 @@ OPTIONS = (
     Options("top-p", filters=("top_p",)),
     Options("top-p, flat", filters=("top_p",), spread=0.2, vocabulary=777),
     Options("min-p", filters=("min_p",)),
+    Options("top-k and min-p", rows=16, filters=("top_k", "min_p"), spread=1.0),
+    Options("few of many", rows=16, vocabulary=1500, filters=("top_k",), spread=0.3),
     Options("all filters", filters=("top_k", "top_p", "min_p"), logprobs=3),
     Options("penalties", penalties=True),
     Options("bias and bitmask", bias=True, bitmask=True, filters=("top_p",)),
@@ -96,9 +98,11 @@ def build(options: Options, generator: Generator) -> tuple[Tensor, SamplingTenso
     filtered = index % 4 != 1
     temperature = 0.5 + torch.rand(rows, generator=generator)
     temperature[index % 3 == 2] = 0.0
+    # Often no more than there are chunks of the vocabulary, which is a special case of the Triton tier.
     top_k = torch.randint(1, 60, (rows,), generator=generator)
+    top_k = top_k.where(torch.rand(rows, generator=generator) < 0.5, 1 + top_k % 6)
     top_p = 0.3 + 0.69 * torch.rand(rows, generator=generator)
-    min_p = 0.3 * torch.rand(rows, generator=generator)
+    min_p = 0.8 * torch.rand(rows, generator=generator)
     params = SamplingTensors(
         temperature=torch.zeros(rows) if options.greedy else temperature,
         top_k=torch.where(filtered & ("top_k" in options.filters), top_k, 0).int(),
