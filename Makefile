@@ -37,6 +37,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@touch $@
 
 test: $(VENV)/.dev lint unit
+	cd kernels && $(abspath $(BIN))/python -m pytest
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev

@@ -12,9 +12,9 @@ from quickturn.engine.core import EngineCore
 from quickturn.engine.messages import AddRequest, CancelRequest, TokenLogprobs, TokenOutput
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.chat_template import ChatTemplate
-from quickturn.text.conversation import normalise_messages
 from quickturn.text.detokenizer import Detokenizer
 from quickturn.text.model_files import resolve_model
+from quickturn.text.rendering import render_chat
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer, pack_tokens
 
 Prompt = str | Sequence[int]
@@ -68,7 +68,7 @@ class LLM:
         several: Sequence[Any] = conversations
         if conversations and isinstance(conversations[0], dict):
             several = [conversations]
-        ids = [self._render(list(one)) for one in several]
+        ids = [self.render(list(one)) for one in several]
         return self._run(ids, sampling or SamplingParams(max_tokens=self._core.ready().max_context))
 
     def close(self) -> None:
@@ -85,12 +85,12 @@ class LLM:
         """Close."""
         self.close()
 
-    def _render(self, messages: list[Message]) -> list[int]:
-        source = self.tokenizer.chat_template
-        if source is None:
+    def render(self, messages: list[Message]) -> list[int]:
+        """Prompt ids of a conversation. Raises ValueError if the model has no chat template."""
+        if self.tokenizer.chat_template is None:
             raise ValueError("this model has no chat template; use generate with a prompt of your own")
-        marked = self.tokenizer.mark_data(normalise_messages(messages, source))
-        return self.tokenizer.encode_marked(ChatTemplate(source, self.tokenizer.special).render(marked))
+        template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special)
+        return render_chat(self.tokenizer, template, messages)
 
     def _run(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         running: dict[int, tuple[Completion, Detokenizer]] = {}

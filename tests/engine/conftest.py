@@ -1,44 +1,13 @@
 """Engines on tiny random checkpoints."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from driving import Driver
+from driving import DEVICES, Checkpoint, Checkpoints
 from tiny import OPTIONS, random_checkpoint
 from transformers import PreTrainedModel
-
-from quickturn.config import EngineConfig
-from quickturn.engine.core import EngineCore
-
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A saved random model, its transformers twin, and the device that engines on it take."""
-
-    path: Path
-    reference: PreTrainedModel
-    device: str
-
-    def driver(self, **options: object) -> Driver:
-        """A fresh float32 engine on it; `options` override the configuration."""
-        chosen: dict[str, object] = {
-            "dtype": "float32",
-            "device": self.device,
-            "memory": 8 << 20,
-            "block_tokens": 4,
-            "max_requests": 8,
-            "max_step_tokens": 64,
-        } | options
-        return Driver(EngineCore(EngineConfig(str(self.path), **chosen)))  # type: ignore[arg-type]
-
-
-Checkpoints = Callable[[str], Checkpoint]
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,16 @@
 """Drive an `EngineCore` by hand and compare it with transformers."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from tiny import TINY
 from transformers import PreTrainedModel
 
+from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
 from quickturn.engine.messages import AddRequest, TokenOutput
 from quickturn.sampling_params import SamplingParams
@@ -72,6 +75,33 @@ class Driver:
         id = self.add(prompt, **options)  # type: ignore[arg-type]
         self.drain()
         return self.answers[id]
+
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A saved random model, its transformers twin, and the device that engines on it take."""
+
+    path: Path
+    reference: PreTrainedModel
+    device: str
+
+    def driver(self, **options: object) -> Driver:
+        """A fresh float32 engine on it; `options` override the configuration."""
+        chosen: dict[str, object] = {
+            "dtype": "float32",
+            "device": self.device,
+            "memory": 8 << 20,
+            "block_tokens": 4,
+            "max_requests": 8,
+            "max_step_tokens": 64,
+        } | options
+        return Driver(EngineCore(EngineConfig(str(self.path), **chosen)))  # type: ignore[arg-type]
+
+
+Checkpoints = Callable[[str], Checkpoint]
 
 
 @torch.inference_mode()

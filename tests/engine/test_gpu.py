@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import Checkpoints
-from driving import Driver, random_prompts
+from driving import Checkpoints, Driver, random_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import Checkpoints
-from driving import greedy, random_prompts
+from driving import Checkpoints, greedy, random_prompts
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 WINDOWED = ["qwen2-window", "qwen3-window"]

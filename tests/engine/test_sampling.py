@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-from conftest import Checkpoints
-from driving import greedy, random_prompts
+from driving import Checkpoints, greedy, random_prompts
 
 
 def test_a_seed_fixes_the_tokens_whatever_else_runs(

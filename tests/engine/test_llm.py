@@ -1,0 +1,54 @@
+"""The embedded model through the whole offline engine: greedy tokens equal to transformers in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quickturn.engine.llm import LLM
+from quickturn.sampling_params import SamplingParams
+from quickturn.text.model_files import embedded_model
+
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write one sentence about the sea, with an emoji.",
+    "Translate 'good morning' into Japanese and into Greek.",
+    "Give me a Python function that adds two numbers.",
+    "List three animals that can't fly.",
+]
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    pytest.importorskip("accelerate")
+    path: Path = embedded_model()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return model.eval()
+
+
+def test_greedy_chats_equal_transformers(reference: PreTrainedModel) -> None:
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    sampling = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    with LLM("embedded", dtype="float32", device="cpu", memory=256 << 20, max_requests=8) as llm:
+        answers = llm.chat(conversations, sampling)
+        prompts = [llm.render(one) for one in conversations]
+        again = llm.chat(conversations, sampling)
+        texts = [llm.tokenizer.decode(answer.tokens) for answer in answers]
+    for prompt, answer, second, text in zip(prompts, answers, again, texts, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            expected = reference.generate(
+                ids,
+                max_new_tokens=COUNT,
+                min_new_tokens=COUNT,
+                do_sample=False,
+                attention_mask=torch.ones_like(ids),
+            )
+        assert answer.tokens == expected[0, len(prompt) :].tolist()
+        assert answer.text == text
+        assert second.tokens == answer.tokens
+        assert second.cached_tokens == (len(prompt) - 1) // 64 * 64
