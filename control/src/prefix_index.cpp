@@ -130,18 +130,22 @@ NodeId PrefixIndex::new_node(const Hash128& hash, NodeId parent) {
             // One exact reservation: growing by doubling would waste half of what the index may take.
             const std::size_t expected = expected_nodes(config_, full_groups_);
             nodes_.reserve(expected);
+            hashes_.reserve(expected);
             for (auto& tier : tiers_) {
                 tier.cells.reserve(expected);
                 tier.blocks.reserve(expected * full_groups_.size());
             }
         }
         nodes_.emplace_back();
+        hashes_.emplace_back();
+        if (!window_groups_.empty() || !state_groups_.empty()) first_side_.push_back(kNone);
         for (auto& tier : tiers_) {
             tier.cells.emplace_back();
             tier.blocks.resize(tier.blocks.size() + full_groups_.size(), kNoBlock);
         }
     }
-    nodes_[id] = Node{hash, parent, 0, 0, depth(parent) + 1, kNone, now_};
+    hashes_[id] = hash;
+    nodes_[id] = Node{parent, 0, 0, depth(parent) + 1, now_};
     if (parent != kNone) {
         ++nodes_[parent].children;
         refresh(parent);
@@ -165,7 +169,7 @@ void PrefixIndex::install(NodeId id, TierId t, std::span<BlockRef> blocks) {
         const BlockId block = storage_.adopt(t, group, std::move(blocks[f]), id);
         tiers_[t].blocks[id * full_groups_.size() + f] = block;
         if (t == kDevice && nodes_[id].holders == 0) storage_.device().unfix(group, block);
-        log(EventKind::stored, t, group, nodes_[id]);
+        log(EventKind::stored, t, group, id);
     }
     const NodeId parent = nodes_[id].parent;
     if (parent != kNone) {
@@ -176,7 +180,7 @@ void PrefixIndex::install(NodeId id, TierId t, std::span<BlockRef> blocks) {
 }
 
 SideId PrefixIndex::side(NodeId node, GroupId group) const {
-    SideId id = nodes_[node].sides;
+    SideId id = first_side(node);
     while (id != kNone && sides_[id].group != group) id = sides_[id].next;
     return id;
 }
@@ -195,7 +199,7 @@ SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, st
         const double bytes = static_cast<double>(config_.groups[0].blocks_per_slab) / config_.groups[group].blocks_per_slab;
         sides_[id] = Side{};
         sides_[id].node = node;
-        sides_[id].next = std::exchange(nodes_[node].sides, id);
+        sides_[id].next = std::exchange(first_side_[node], id);
         sides_[id].group = group;
         sides_[id].bonus = bonus(hold_ticks_, cost / (static_cast<double>(config_.block_tokens) * bytes));
         ++live_sides_;
@@ -210,7 +214,7 @@ void PrefixIndex::install_side(SideId id, TierId t, BlockRef& block) {
     if (side.block[t] != kNoBlock) return;
     side.block[t] = storage_.adopt(t, side.group, std::move(block), Arena::kSideBit | id);
     if (t == kDevice && side.pins == 0) storage_.device().unfix(side.group, side.block[t]);
-    log(EventKind::stored, t, side.group, nodes_[side.node]);
+    log(EventKind::stored, t, side.group, side.node);
     refresh_side(id);
 }
 
@@ -297,7 +301,7 @@ void PrefixIndex::drop_copy(NodeId id, TierId t) {
         BlockId& block = tiers_[t].blocks[id * full_groups_.size() + f];
         if (t == kDevice && node.holders == 0) storage_.device().fix(group, block);
         storage_.surrender(t, group, std::exchange(block, kNoBlock)).reset();
-        log(EventKind::removed, t, group, node);
+        log(EventKind::removed, t, group, id);
     }
     if (node.parent != kNone) {
         // Whoever used the end of the chain used what is before it.
@@ -313,7 +317,7 @@ void PrefixIndex::drop_side_copy(SideId id, TierId t) {
     Side& side = sides_[id];
     if (t == kDevice && side.pins == 0) storage_.device().fix(side.group, side.block[t]);
     storage_.surrender(t, side.group, std::exchange(side.block[t], kNoBlock)).reset();
-    log(EventKind::removed, t, side.group, nodes_[side.node]);
+    log(EventKind::removed, t, side.group, side.node);
     refresh_side(id);
     for (const BlockId block : side.block) {
         if (block != kNoBlock) return;
@@ -322,7 +326,7 @@ void PrefixIndex::drop_side_copy(SideId id, TierId t) {
 }
 
 void PrefixIndex::remove_side(SideId id) {
-    SideId* link = &nodes_[sides_[id].node].sides;
+    SideId* link = &first_side_[sides_[id].node];
     while (*link != id) link = &sides_[*link].next;
     *link = sides_[id].next;
     free_sides_.push_back(id);
@@ -333,14 +337,14 @@ void PrefixIndex::collect(NodeId id) {
     while (id != kNone) {
         Node& node = nodes_[id];
         if (node.holders > 0 || node.children > 0 || has_any_copy(id)) return;
-        if (full_groups_.empty() && node.sides != kNone) return;
+        if (full_groups_.empty() && first_side(id) != kNone) return;
         // Without the full groups' blocks nothing can go on from here, whatever else is kept.
-        while (node.sides != kNone) {
-            const SideId side = node.sides;
+        while (first_side(id) != kNone) {
+            const SideId side = first_side(id);
             for (TierId t = 0; t < tiers_.size(); ++t) {
                 if (sides_[side].block[t] == kNoBlock) continue;
                 drop_side_copy(side, t);
-                if (node.sides != side) break;
+                if (first_side(id) != side) break;
             }
         }
         table_.erase(id, hash_of());
@@ -380,13 +384,14 @@ void PrefixIndex::supersede_side(SideId side) {
     rekey_side(side);
 }
 
-void PrefixIndex::log(EventKind kind, TierId tier, GroupId group, const Node& node) {
+void PrefixIndex::log(EventKind kind, TierId tier, GroupId group, NodeId id) {
     if (!events_.enabled()) return;
-    events_.record({kind, tier, group, node.depth, node.hash, node.parent == kNone ? Hash128{} : nodes_[node.parent].hash});
+    const NodeId parent = nodes_[id].parent;
+    events_.record({kind, tier, group, nodes_[id].depth, hashes_[id], parent == kNone ? Hash128{} : hashes_[parent]});
 }
 
 std::size_t PrefixIndex::bytes() const {
-    std::size_t total = table_.bytes() + nodes_.capacity() * sizeof(Node) + free_nodes_.capacity() * sizeof(NodeId) +
+    std::size_t total = table_.bytes() + nodes_.capacity() * sizeof(Node) + hashes_.capacity() * sizeof(Hash128) + first_side_.capacity() * sizeof(SideId) + free_nodes_.capacity() * sizeof(NodeId) +
                         sides_.capacity() * sizeof(Side) + free_sides_.capacity() * sizeof(SideId);
     for (const auto& tier : tiers_) {
         total += tier.cells.capacity() * sizeof(Cell) + tier.blocks.capacity() * sizeof(BlockId) + tier.heap.bytes();

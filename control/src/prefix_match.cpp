@@ -71,7 +71,7 @@ void PrefixIndex::check() const {
         if (free[id]) continue;
         const Node& node = nodes_[id];
         ++live;
-        require(find(node.hash) == id, "a node isn't found by its hash");
+        require(find(hashes_[id]) == id, "a node isn't found by its hash");
         require(node.parent == kNone ? node.depth == 1 : nodes_[node.parent].depth + 1 == node.depth, "depth of a node");
         if (node.parent != kNone) {
             require(!free[node.parent], "a node's parent is gone");
@@ -86,7 +86,7 @@ void PrefixIndex::check() const {
                 require(storage_.device().owner(full_groups_[f], block(id, t, static_cast<int>(f))) == id, "owner of a node's block");
             }
         }
-        for (SideId side = node.sides; side != kNone; side = sides_[side].next) {
+        for (SideId side = first_side(id); side != kNone; side = sides_[side].next) {
             require(sides_[side].node == id && !side_seen[side], "a side entry hangs at the wrong node");
             side_seen[side] = true;
             ++live_sides;
@@ -102,7 +102,7 @@ void PrefixIndex::check() const {
         require(node.children == children[id], "children of a node");
         require(node.holders >= protected_children[id], "holders of a node");
         require(has_any_copy(id) || full_groups_.empty() || node.holders > 0, "a node without a copy");
-        require(full_groups_.size() > 0 || node.holders > 0 || node.children > 0 || node.sides != kNone, "an empty node");
+        require(full_groups_.size() > 0 || node.holders > 0 || node.children > 0 || first_side(id) != kNone, "an empty node");
         for (TierId t = 0; t < tiers_.size(); ++t) {
             require(tiers_[t].cells[id].kids == kids[t][id], "kids of a node");
             bool want = node.holders == 0 && has_copy(id, t) && kids[t][id] == 0;

@@ -83,13 +83,23 @@ void Scheduler::hash_prompt(Request& request, std::span<const std::int32_t> toke
     request.tail.assign(tokens.begin() + static_cast<std::ptrdiff_t>(blocks * unit), tokens.end());
 }
 
+void Scheduler::fetch_ahead(const Request& request) const {
+    // The block is published a step later; what that touches is far from the processor by now when the index is large.
+    if (!request.running()) return;
+    const Holding& cache = request.cache();
+    cache_.index().prefetch(request.hashes.back(), cache.tip.node());
+    for (const auto& fresh : cache.full) {
+        if (!fresh.empty()) cache_.storage().device().prefetch(fresh.front().group(), fresh.front().id());
+    }
+}
+
 void Scheduler::hash_tail(Request& request) {
     const auto unit = static_cast<std::size_t>(config_.block_tokens);
     while (request.tail.size() >= unit) {
         const Hash128 before = request.hashes.empty() ? request.root : request.hashes.back();
         const Hash128 start = request.content.empty() ? before : before_block(request, request.hashes.size(), before);
         request.hashes.push_back(hasher_.next(start, std::span(request.tail).first(unit)));
-        seen_.remember(request.hashes.back());
+        fetch_ahead(request);
         request.tail.erase(request.tail.begin(), request.tail.begin() + static_cast<std::ptrdiff_t>(unit));
     }
 }

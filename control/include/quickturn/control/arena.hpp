@@ -71,6 +71,7 @@ class Arena {
 
     std::uint32_t owner(GroupId group, BlockId block) const { return owners_[cell(group, block)]; }
     bool is_out(GroupId group, BlockId block) const;
+    void prefetch(GroupId group, BlockId block) const { __builtin_prefetch(&owners_[cell(group, block)], 1); }
 
     std::int32_t num_slabs() const { return static_cast<std::int32_t>(slabs_.size()); }
     std::int32_t free_slabs() const { return static_cast<std::int32_t>(free_slabs_.size()); }

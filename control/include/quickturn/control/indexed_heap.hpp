@@ -24,6 +24,8 @@ class IndexedHeap {
     // `place(id)` is a reference to the stored position of `id`, kNone while it isn't in the heap.
     template <class Place>
     void push(std::uint32_t key, std::uint32_t id, Place place) {
+        // By a quarter, not by doubling: the heap is part of what the index takes for each block.
+        if (entries_.size() == entries_.capacity()) entries_.reserve(entries_.size() + entries_.size() / 4 + 16);
         entries_.push_back({key, id});
         rise(static_cast<std::uint32_t>(entries_.size() - 1), place);
     }

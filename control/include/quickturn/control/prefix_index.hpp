@@ -86,6 +86,13 @@ class PrefixIndex {
     // The joint match. `hashes` are those of the prompt's blocks; the resume point is at most `limit` blocks.
     Match match(std::span<const Hash128> hashes, std::uint32_t limit) const;
     NodeId find(const Hash128& hash) const;
+    // Fetches what `publish` will touch.
+    void prefetch(const Hash128& hash, NodeId parent) const {
+        table_.prefetch(hash);
+        if (parent == kNone) return;
+        __builtin_prefetch(&nodes_[parent], 1);
+        __builtin_prefetch(&tiers_[kDevice].cells[parent], 1);
+    }
 
     // Letting go of a pin counts as a use of what it kept, unless `use` is false (a copy to another tier is no use).
     NodePin pin(NodeId node, bool use = true);
@@ -99,7 +106,7 @@ class PrefixIndex {
 
     NodeId parent(NodeId node) const { return nodes_[node].parent; }
     std::uint32_t depth(NodeId node) const { return node == kNone ? 0 : nodes_[node].depth; }
-    const Hash128& hash(NodeId node) const { return nodes_[node].hash; }
+    const Hash128& hash(NodeId node) const { return hashes_[node]; }
     bool has_children(NodeId node) const { return nodes_[node].children > 0; }
     bool is_protected(NodeId node) const { return nodes_[node].holders > 0; }
     // Block of the `ordinal`-th full group, kNoBlock if the tier has no copy.
@@ -142,12 +149,10 @@ class PrefixIndex {
     friend class SidePin;
 
     struct Node {
-        Hash128 hash;
         NodeId parent = kNone;
         std::uint32_t holders = 0;   // pins, and children with holders
         std::uint32_t children = 0;  // known nodes after this one
         std::uint32_t depth = 0;
-        SideId sides = kNone;
         Tick used = 0;  // 0: superseded
     };
     struct Cell {
@@ -179,6 +184,7 @@ class PrefixIndex {
     void refresh_side(SideId side);
     void rekey(NodeId node);
     void rekey_side(SideId side);
+    SideId first_side(NodeId node) const { return first_side_.empty() ? kNone : first_side_[node]; }
     void drop_copy(NodeId node, TierId tier);
     void drop_side_copy(SideId side, TierId tier);
     void remove_side(SideId side);
@@ -188,9 +194,9 @@ class PrefixIndex {
     bool windows_reach(NodeId node, std::uint32_t depth, std::uint32_t& missing) const;
     std::uint32_t key(const Node& node) const;
     static std::uint32_t key(const Side& side);
-    void log(EventKind kind, TierId tier, GroupId group, const Node& node);
+    void log(EventKind kind, TierId tier, GroupId group, NodeId node);
     auto hash_of() const {
-        return [this](NodeId id) -> const Hash128& { return nodes_[id].hash; };
+        return [this](NodeId id) -> const Hash128& { return hashes_[id]; };
     }
 
     const SchedulerConfig& config_;
@@ -203,7 +209,9 @@ class PrefixIndex {
     Tick now_ = 1;
     NodeTable table_;
     std::vector<Node> nodes_;
+    std::vector<Hash128> hashes_;     // by node
     std::vector<Tier> tiers_;
+    std::vector<SideId> first_side_;  // by node; empty when there are full groups only
     std::vector<NodeId> free_nodes_;
     std::vector<Side> sides_;
     std::vector<SideId> free_sides_;

@@ -101,6 +101,7 @@ class Scheduler {
     void check_spec(const RequestSpec& spec) const;
     void hash_prompt(Request& request, std::span<const std::int32_t> tokens) const;
     void hash_tail(Request& request);
+    void fetch_ahead(const Request& request) const;
     double head_start(const Request& request) const;
     Hash128 before_block(const Request& request, std::size_t block, const Hash128& before) const;
     void want_checkpoints(Request& request, const RequestSpec& spec) const;

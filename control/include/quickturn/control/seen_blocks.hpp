@@ -24,7 +24,6 @@ class SeenBlocks {
         for (std::size_t i = known; i < hashes.size(); ++i) insert(hashes[i].lo);
         return known;
     }
-    void remember(const Hash128& hash) { insert(hash.lo); }
     std::size_t bytes() const { return cells_.capacity() * sizeof(std::uint64_t); }
 
    private:
