@@ -28,6 +28,14 @@ def next_power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+def rows_pad(rows: int) -> int:
+    """Power of two >= rows in coarse steps (32, 256, 2048, ...): each step is one more variant to compile."""
+    size = 32
+    while size < rows:
+        size *= 8
+    return size
+
+
 def units(device: torch.device) -> int:
     """Multiprocessors to plan for."""
     return INTERPRETED_UNITS if device.type == "cpu" else platform.describe(device).units

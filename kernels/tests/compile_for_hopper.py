@@ -46,14 +46,12 @@ def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
     bound.update({name: value for name, value in options.items() if name in names})
     settings = {name: value for name, value in options.items() if name not in names}
     constant = {param.name for param in self.params if param.is_constexpr}
+    general = {param.name for param in self.params if param.do_not_specialize}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
         value = bound[name]
-        if (
-            name in constant
-            or value is None
-            or (isinstance(value, int) and value == 1 and not isinstance(value, bool))
-        ):
+        one = value is not None and type(value) is int and value == 1 and name not in general
+        if name in constant or value is None or one:
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
@@ -61,7 +59,7 @@ def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in general:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     key = f"{self.fn.__name__} {label} {sorted(settings.items())}"
     if key in seen:

@@ -20,6 +20,7 @@ from quickturn_kernels.triton_common import (
     FLOATS,
     INTERPRETED,
     next_power_of_two,
+    rows_pad,
     units,
     zeroed_counters,
 )
@@ -81,7 +82,8 @@ def _combine(
     tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
-@triton.jit
+# Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def decode_kernel(
     q,
     k_cache,
@@ -305,7 +307,7 @@ def paged_attention_decode(
         HEAD_DIM=head_dim,
         BLOCK_TOKENS=block_tokens,
         BLOCK_N=block_n,
-        ROWS_PAD=max(16, next_power_of_two(rows)),
+        ROWS_PAD=rows_pad(rows),
         WINDOW=window > 0,
         SINKS=sinks is not None,
         CAPPED=softcap > 0.0,

@@ -15,7 +15,14 @@ from torch import Tensor
 from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, block_rows, dot, softcapped
 from quickturn_kernels.platform import TRITON
 from quickturn_kernels.registry import Priority, register
-from quickturn_kernels.triton_common import FLOATS, INTERPRETED, capability, next_power_of_two, units
+from quickturn_kernels.triton_common import (
+    FLOATS,
+    INTERPRETED,
+    capability,
+    next_power_of_two,
+    rows_pad,
+    units,
+)
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
 MAX_SPLITS = 16
@@ -87,7 +94,8 @@ def _attend(
     return sum_out, total, top
 
 
-@triton.jit
+# Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_stride", "splits"])
 def prefill_kernel(
     q,
     k_cache,
@@ -104,6 +112,7 @@ def prefill_kernel(
     window,
     num_rows,
     num_tokens,
+    splits,
     q_token_stride,
     q_head_stride,
     table_stride,
@@ -118,7 +127,7 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -165,8 +174,8 @@ def prefill_kernel(
             unmasked_start = tl.cdiv(tl.maximum(key_end - window, 0), BLOCK_N)
         tile_end = tl.where(context > 0, tl.cdiv(key_end, BLOCK_N), tile_start)
         unmasked_end = tl.maximum(first_position + 1, 0) // BLOCK_N
-        if SPLITS > 1:
-            share = tl.cdiv(tile_end - tile_start, SPLITS)
+        if SPLIT:
+            share = tl.cdiv(tile_end - tile_start, splits)
             tile_start += split * share
             tile_end = tl.minimum(tile_start + share, tile_end)
         unmasked_start = tl.minimum(tl.maximum(unmasked_start, tile_start), tl.maximum(tile_start, tile_end))
@@ -201,7 +210,7 @@ def prefill_kernel(
         )  # fmt: skip
 
         target = token * (KV_HEADS * GROUP) + query_head
-        if SPLITS == 1:
+        if not SPLIT:
             if SINKS:
                 sink = tl.load(sinks + query_head).to(tl.float32) * LOG2_E_CONST
                 new_top = tl.maximum(top, sink)
@@ -218,26 +227,26 @@ def prefill_kernel(
             tl.store(partial_out + slot[:, None] * HEAD_DIM + dim[None, :], sum_out, mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def combine_kernel(
     partial_out,
     partial_stats,
     sinks,
     out,
     lines,
+    splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Add up the splits of one (token, head); `lines` is tokens times heads."""
     line = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_PAD)
+    split = tl.arange(0, MAX_SPLITS)
     dim = tl.arange(0, HEAD_DIM)
     slot = split * lines + line
-    top = tl.load(partial_stats + slot * 2, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(partial_stats + slot * 2 + 1, mask=split < SPLITS, other=0.0)
+    top = tl.load(partial_stats + slot * 2, mask=split < splits, other=float("-inf"))
+    total = tl.load(partial_stats + slot * 2 + 1, mask=split < splits, other=0.0)
     best = tl.max(top, axis=0)
     sink_weight = 0.0
     if SINKS:
@@ -246,7 +255,7 @@ def combine_kernel(
         sink_weight = tl.exp2(sink - best)
     weight = tl.where(total > 0.0, tl.exp2(top - best), 0.0)
     values = tl.load(
-        partial_out + slot[:, None] * HEAD_DIM + dim[None, :], mask=(split < SPLITS)[:, None], other=0.0
+        partial_out + slot[:, None] * HEAD_DIM + dim[None, :], mask=(split < splits)[:, None], other=0.0
     )
     summed = tl.sum(total * weight, axis=0) + sink_weight
     result = tl.sum(values * weight[:, None], axis=0) / tl.where(summed > 0.0, summed, 1.0)
@@ -257,7 +266,7 @@ def tile_config(
     head_dim: int, itemsize: int, score_rows: int, architecture: tuple[int, int]
 ) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages) for tiles of at most `score_rows` rows (query tokens times group)."""
-    block_m = max(16, min(128, next_power_of_two(score_rows)))
+    block_m = 16 if score_rows <= 16 else 64 if score_rows <= 64 else 128
     if itemsize == 4:
         return min(block_m, 32), max(16, min(32, 4096 // head_dim)), 4, 1
     if block_m < 128:
@@ -325,6 +334,7 @@ def paged_attention_prefill(
         window,
         rows,
         tokens,
+        splits,
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
@@ -338,8 +348,8 @@ def paged_attention_prefill(
         BLOCK_TOKENS=block_tokens,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        ROWS_PAD=max(16, next_power_of_two(rows + 1)),
-        SPLITS=splits,
+        ROWS_PAD=rows_pad(rows + 1),
+        SPLIT=splits > 1,
         WINDOW=window > 0,
         SINKS=sinks is not None,
         CAPPED=softcap > 0.0,
@@ -354,10 +364,10 @@ def paged_attention_prefill(
             sinks,
             out,
             lines,
+            splits,
             HEADS=heads,
             HEAD_DIM=head_dim,
-            SPLITS=splits,
-            SPLITS_PAD=next_power_of_two(splits),
+            MAX_SPLITS=MAX_SPLITS,
             SINKS=sinks is not None,
             num_warps=1 if head_dim <= 128 else 2,
         )
