@@ -12,20 +12,61 @@ namespace qt::QT_ISA {
 inline constexpr long kMaxHeadDim = 256;
 inline constexpr long kMaxGroup = 16;  // query heads handled at once
 
+inline constexpr long kChunk = 64;  // keys a softmax step
+
+// Where a chunk's keys and values lie.
+template <class T>
+struct Chunk {
+  long begin = 0, count = 0;
+  const T* keys[kChunk];
+  const T* values[kChunk];
+
+  void find(const PagedCache& cache, const KeyRun& run, long first, long keys_in_chunk) {
+    begin = first;
+    count = keys_in_chunk;
+    for (long j = 0; j < count;) {
+      const T* key = key_at<T>(cache, run, begin + j);
+      const T* value = value_at<T>(cache, run, begin + j);
+      const long in_block = cache.block_tokens - (begin + j) % cache.block_tokens;
+      const long end = j + in_block < count ? j + in_block : count;
+      for (; j < end; ++j, key += cache.k_token_stride, value += cache.v_token_stride) {
+        keys[j] = key;
+        values[j] = value;
+      }
+    }
+  }
+
+  // The cache is read from memory: chunk n + 1 is fetched row by row while chunk n is computed.
+  void prefetch_key(long j, long dim) const {
+    if (j < count) prefetch_row(keys[j], dim);
+  }
+  void prefetch_value(long j, long dim) const {
+    if (j < count) prefetch_row(values[j], dim);
+  }
+
+ private:
+  static void prefetch_row(const T* row, long dim) {
+    for (long d = 0; d < dim; d += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(row + d);
+  }
+};
+
 // Any type, any shape: the query is widened once, then each key is dotted with every head.
 template <class T>
 class PlainQuery {
  public:
-  PlainQuery(const T* q, long group, long dim) : group_(group), dim_(dim) {
-    for (long i = 0; i < group * dim; ++i) q_[i] = to_float(q[i]);
+  explicit PlainQuery(long dim) : dim_(dim) {}
+
+  // The heads to come: q [group, dim].
+  void take(const T* q, long group) {
+    group_ = group;
+    for (long i = 0; i < group * dim_; ++i) q_[i] = to_float(q[i]);
   }
 
-  // scores[g * stride + j] for the `count` keys from position `begin`.
-  void scores(const PagedCache& cache, const KeyRun& run, long begin, long count, float* scores,
-              long stride) const {
-    for (long j = 0; j < count; ++j) {
-      const T* key = key_at<T>(cache, run, begin + j);
-      for (long g = 0; g < group_; ++g) scores[g * stride + j] = dot(q_ + g * dim_, key);
+  // scores[g * kChunk + j] for the chunk's keys. `next` is what will be wanted then.
+  void scores(const PagedCache&, const Chunk<T>& chunk, const Chunk<T>& next, float* scores) const {
+    for (long j = 0; j < chunk.count; ++j) {
+      next.prefetch_key(j, dim_);
+      for (long g = 0; g < group_; ++g) scores[g * kChunk + j] = dot(q_ + g * dim_, chunk.keys[j]);
     }
   }
 
@@ -39,7 +80,7 @@ class PlainQuery {
     return total;
   }
 
-  long group_, dim_;
+  long group_ = 0, dim_;
   alignas(64) float q_[kMaxGroup * kMaxHeadDim];
 };
 
@@ -53,52 +94,82 @@ class TileQuery {
     return cache.head_dim % 32 == 0 && cache.block_tokens % 16 == 0;
   }
 
-  TileQuery(const bf16* q, long group, long dim) : group_(group), dim_(dim) {
-    // Column g of the right-hand tile holds pairs of consecutive elements of head g.
+  explicit TileQuery(long dim) : dim_(dim) {
     __builtin_memset(pairs_, 0, sizeof pairs_);
-    for (long g = 0; g < group; ++g) {
-      for (long pair = 0; pair < dim / 2; ++pair) {
-        __builtin_memcpy(&pairs_[pair * 16 + g], q + g * dim + 2 * pair, sizeof(uint32_t));
-      }
-    }
     configure_tiles(16, 16, 16);
   }
   ~TileQuery() { _tile_release(); }
   TileQuery(const TileQuery&) = delete;
   TileQuery& operator=(const TileQuery&) = delete;
 
-  void scores(const PagedCache& cache, const KeyRun& run, long begin, long count, float* scores,
-              long stride) const {
-    alignas(64) float products[16 * 16];
-    const vi column = [] {
-      vi index{};
-      for (int i = 0; i < 16; ++i) index[i] = i * 16;
-      return index;
-    }();
-    // The first key may lie inside a tile: then the tile starts earlier, and its first scores are dropped.
-    const long aligned = begin & ~15L;
-    for (long key = aligned; key < begin + count; key += 16) {
-      const bf16* keys = key_at<bf16>(cache, run, key);
-      _tile_zero(0);
-      for (long d = 0; d < dim_; d += 32) {
-        _tile_loadd(4, keys + d, cache.k_token_stride * 2);
-        _tile_loadd(6, pairs_ + d * 8, 64);
-        _tile_dpbf16ps(0, 4, 6);
+  // Column g of the right-hand tiles holds pairs of consecutive elements of head g.
+  void take(const bf16* q, long group) {
+    group_ = group;
+    for (long g = 0; g < group; ++g) {
+      for (long pair = 0; pair < dim_ / 2; ++pair) {
+        __builtin_memcpy(&pairs_[pair * 16 + g], q + g * dim_ + 2 * pair, sizeof(uint32_t));
       }
-      _tile_stored(0, products, 64);
-      // Lanes that are wanted: from `begin` on, and not past the count (the next head's line follows).
-      const long skip = key < begin ? begin - key : 0, last = begin + count - key;
-      const unsigned wanted = (0xffffU << skip) & (last < 16 ? (1U << last) - 1U : 0xffffU);
+    }
+  }
+
+  void scores(const PagedCache& cache, const Chunk<bf16>& chunk, const Chunk<bf16>& next,
+              float* scores) const {
+    // The first key may lie inside a tile: then the tile starts earlier, and its first scores are dropped.
+    const long skip = chunk.begin % 16, tiles = (skip + chunk.count + 15) / 16;
+    alignas(64) float products[(kChunk / 16 + 1) * 256];
+    for (long tile = 0; tile < tiles; tile += 4) {
+      for (long i = tile; i < tile + 4 && i < tiles; ++i) {
+        for (long j = i * 16; j < i * 16 + 16; ++j) next.prefetch_key(j, dim_);
+      }
+      four_tiles(cache, chunk, tile, tiles, skip, products + tile * 256);
+    }
+    for (long tile = 0; tile < tiles; ++tile) {
+      // Lanes that are wanted: from the first key on, and not past the count (the next head's line follows).
+      const long at = tile * 16 - skip, drop = at < 0 ? skip : 0, last = chunk.count - at;
+      const unsigned wanted = (0xffffU << drop) & (last < 16 ? (1U << last) - 1U : 0xffffU);
       for (long g = 0; g < group_; ++g) {
-        const __m512 line = _mm512_i32gather_ps((__m512i)column, products + g, 4);
-        float* out = scores + g * stride + (key + skip - begin);
-        _mm512_mask_compressstoreu_ps(out, static_cast<__mmask16>(wanted), line);
+        const __m512 line = _mm512_i32gather_ps(rows_of_tile(), products + tile * 256 + g, 4);
+        _mm512_mask_compressstoreu_ps(scores + g * kChunk + at + drop, static_cast<__mmask16>(wanted), line);
       }
     }
   }
 
  private:
-  long group_, dim_;
+  static __m512i rows_of_tile() {
+    return _mm512_mullo_epi32(_mm512_cvtps_epi32((__m512)lane_numbers()), _mm512_set1_epi32(16));
+  }
+
+  // Four independent products, to hide the latency of each.
+  void four_tiles(const PagedCache& cache, const Chunk<bf16>& chunk, long tile, long tiles, long skip,
+                  float* products) const {
+    const bf16* keys[4];
+    for (long i = 0; i < 4; ++i) {
+      const long at = (tile + i < tiles ? tile + i : tile) * 16 - skip;
+      keys[i] = at >= 0 ? chunk.keys[at] : chunk.keys[0] - skip * cache.k_token_stride;
+    }
+    before_tile_loads();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long d = 0; d < dim_; d += 32) {
+      _tile_loadd(6, pairs_ + d * 8, 64);
+      _tile_loadd(4, keys[0] + d, cache.k_token_stride * 2);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, keys[1] + d, cache.k_token_stride * 2);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_loadd(4, keys[2] + d, cache.k_token_stride * 2);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(5, keys[3] + d, cache.k_token_stride * 2);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, products, 64);
+    if (tile + 1 < tiles) _tile_stored(1, products + 256, 64);
+    if (tile + 2 < tiles) _tile_stored(2, products + 512, 64);
+    if (tile + 3 < tiles) _tile_stored(3, products + 768, 64);
+  }
+
+  long group_ = 0, dim_;
   alignas(64) uint32_t pairs_[kMaxHeadDim / 2 * 16];
 };
 #endif
