@@ -8,6 +8,7 @@ prints them.
 from quickturn_kernels.ops.activation import silu_and_mul
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
 from quickturn_kernels.ops.embedding import embedding
+from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
 from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
 from quickturn_kernels.ops.rotary import rotary_cache_write
@@ -46,6 +47,7 @@ __all__ = [
     "embedding",
     "implementations",
     "linear",
+    "linear_silu_and_mul",
     "load",
     "ops",
     "override",

@@ -64,6 +64,7 @@ class Requirement:
 ANY = Requirement()
 CPU = Requirement(device="cpu")
 CUDA = Requirement(device="cuda")
+HOPPER = Requirement(device="cuda", min_capability=(9, 0), max_capability=(9, 0))
 TRITON = Requirement(device="cuda", min_capability=(8, 0), interpretable=True)
 
 

@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLUGIN_GROUP = "quickturn_kernels.plugins"
 OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
 GPU_TIERS = ("triton", "hopper")
-FAMILIES = ("norm", "linear", "activation", "rotary", "attention", "embedding", "sampling")
+FAMILIES = ("norm", "linear", "gated_linear", "activation", "rotary", "attention", "embedding", "sampling")
 
 
 class Priority(IntEnum):

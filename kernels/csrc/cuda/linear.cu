@@ -1,40 +1,48 @@
 // out[M, N] = x[M, K] W[N, K]^T for few rows (M <= 64), bfloat16, at the speed of memory.
 //
-// The weight is the operand that streams: 64 of its rows are the M of a warpgroup product, the rows of x are its N (8 to 64),
-// so that nothing is padded but x, which is small. One warp copies boxes of W and x to a ring in shared memory, one warpgroup
-// multiplies. K may be split over the blocks of a cluster; their partial sums meet in shared memory in a fixed order, so results
-// don't depend on timing. The first boxes of W are requested before the kernel ahead has finished (dependent launch):
-// they wait for nothing, and keep the memory busy while that kernel drains.
+// The weight is the operand that streams: 64 of its rows are the M of a warpgroup product, the rows of x are
+// its N (8 to 64), so that nothing is padded but x, which is small. One warp copies boxes of W and x to a
+// ring in shared memory, one warpgroup multiplies. K may be split over the blocks of a cluster; their partial
+// sums meet in shared memory in a fixed order, so results don't depend on timing. The first boxes of W are
+// requested before the kernel ahead has finished (dependent launch): they wait for nothing, and keep the
+// memory busy while that kernel drains.
 #include <cuda_runtime.h>
 
 #include "hopper.cuh"
+#include "tensor_map.h"
 
 namespace quickturn {
 namespace {
 
-constexpr int kChunk = 64;  // columns of K in a box: 128 bytes, the swizzle's width
-constexpr int kBoxRows = 64;
-constexpr int kBoxBytes = kBoxRows * kChunk * 2;
+constexpr int kSwizzled = 64;  // columns in the width of the swizzle, 128 bytes
+constexpr int kProductRows = 64;
 constexpr int kConsumers = 128;
 constexpr int kThreads = kConsumers + 32;
+constexpr int kMinStages = 2;  // a stage is released when the product of the next one has begun
 constexpr int kMaxStages = 16;
 constexpr int kMaxSplit = 8;
+constexpr int kOverHalfShared =
+    116000;  // bytes of dynamic shared memory of which a multiprocessor can't hold twice
+constexpr int kHalfRegisters = 32768;
 
 struct Arguments {
   void* out;         // [rows, features], bfloat16 or float32
   const bf16* bias;  // [features], with `gated` [2 features], or null
   int rows;          // of x
   int features;      // columns of out
-  int chunks;        // of K
+  int chunks;        // stages that all of K takes
   int split;         // blocks that share one tile's K
   int tiles;
-  int tile_step;     // tiles between two tiles of one block
-  int box_step;      // rows of W between the boxes of one tile
-  int stages;        // of the ring
-  int prefetch;      // boxes of W asked into L2 beyond the ring before waiting for the kernel ahead
-  bool gated;        // the two boxes of a tile are gate and up: out = silu(gate) * up
-  bool wide;         // out is float32
+  int tile_rows;  // rows of W in a tile; what the products read beyond them is nowhere used
+  int tile_step;  // tiles between two tiles of one block
+  int stages;     // of the ring
+  int trigger;    // the kernel behind may start when so many stages are still to be requested
+  int sums;       // bytes from the ring's start to the partial sums
+  bool gated;     // half of a tile's rows are gate and half are up: out = silu(gate) * up
+  bool wide;      // out is float32
 };
+
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
 __device__ __forceinline__ float gate_value(float gate, float up) {
   gate = rounded(gate);
@@ -49,6 +57,7 @@ __device__ __forceinline__ void store4(const Arguments& args, int row, int featu
     if (whole) {
       *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
     } else {
+#pragma unroll
       for (int i = 0; i < 4; ++i)
         if (feature + i < args.features) to[i] = v[i];
     }
@@ -58,17 +67,18 @@ __device__ __forceinline__ void store4(const Arguments& args, int row, int featu
     if (whole) {
       *reinterpret_cast<uint2*>(to) = packed;
     } else {
+#pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (feature + i < args.features) to[i] = static_cast<bf16>((i < 2 ? packed.x : packed.y) >> (16 * (i & 1)));
+        if (feature + i < args.features)
+          to[i] = static_cast<bf16>((i < 2 ? packed.x : packed.y) >> (16 * (i & 1)));
     }
   }
 }
 
 // Sums the partial tiles of the cluster for this block's share of the features, and stores them.
-template <int kTileRows>
 __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t sums) {
-  constexpr int kPitch = kTileRows + 4;
-  const int tile_features = args.gated ? kTileRows / 2 : kTileRows;
+  const int pitch = args.tile_rows + 4;
+  const int tile_features = args.gated ? args.tile_rows / 2 : args.tile_rows;
   const int share = tile_features / args.split;
   const int quads = share / 4;
   for (int item = threadIdx.x; item < args.rows * quads; item += kConsumers) {
@@ -77,9 +87,10 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
     const int feature = tile * tile_features + local;
     if (feature >= args.features) continue;
     float value[2][4] = {};
-    const int parts = args.gated ? 2 : 1;
-    for (int part = 0; part < parts; ++part) {
-      const uint32_t address = sums + 4u * static_cast<uint32_t>(row * kPitch + part * (kTileRows / 2) + local);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      if (part == 1 && !args.gated) break;
+      const uint32_t address = sums + 4u * static_cast<uint32_t>(row * pitch + part * tile_features + local);
       float4 piece[kMaxSplit];
 #pragma unroll
       for (int peer = 0; peer < kMaxSplit; ++peer)
@@ -94,30 +105,34 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
         }
       }
       if (args.bias != nullptr) {
+#pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (feature + i < args.features) value[part][i] += widen(args.bias[part * args.features + feature + i]);
+          if (feature + i < args.features)
+            value[part][i] += widen(args.bias[part * args.features + feature + i]);
       }
     }
     if (args.gated) {
+#pragma unroll
       for (int i = 0; i < 4; ++i) value[0][i] = gate_value(value[0][i], value[1][i]);
     }
     store4(args, row, feature, value[0]);
   }
 }
 
-// kColumns: rows of x rounded up to 8, 16, 32 or 64. kBoxes: boxes of W in a tile.
-template <int kColumns, int kBoxes>
-__global__ void __launch_bounds__(kThreads) few_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                                     const Arguments args) {
-  constexpr int kWeightBytes = kBoxes * kBoxBytes;
-  constexpr int kStageBytes = kWeightBytes + kColumns * kChunk * 2;
-  constexpr int kTileRows = kBoxes * kBoxRows;
-  constexpr int kPitch = kTileRows + 4;
+// kColumns: rows of x rounded up to 8, 16, 32 or 64. kProducts: products of 64 rows that cover a tile.
+// kSlices: 64-column slices of K in a stage.
+template <int kColumns, int kProducts, int kSlices>
+__global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
+    few_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
+             const Arguments args) {
+  constexpr int kXBytes = kColumns * kSwizzled * 2;
   extern __shared__ unsigned char memory[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
 
+  const int weight_bytes = args.tile_rows * kSwizzled * 2;
+  const int slice_bytes = weight_bytes + kXBytes;
+  const int stage_bytes = kSlices * slice_bytes;
   const uint32_t ring = (shared_address(memory) + 1023u) & ~1023u;
-  const uint32_t sums = ring + args.stages * kStageBytes;
   const uint32_t full = shared_address(barriers);
   const uint32_t empty = full + 8 * kMaxStages;
   const uint32_t rank = args.split > 1 ? cluster_rank() : 0;
@@ -125,59 +140,74 @@ __global__ void __launch_bounds__(kThreads) few_rows(const __grid_constant__ Ten
   const int first_chunk = args.chunks * static_cast<int>(rank) / args.split;
   const int chunks = args.chunks * (static_cast<int>(rank) + 1) / args.split - first_chunk;
 
+  const int boxes = args.gated ? 2 : 1;
+  const int box_rows = args.tile_rows / boxes;
+  const int own_tiles = (args.tiles - first_tile + args.tile_step - 1) / args.tile_step;
+  const int total = own_tiles * chunks;
+  const int early = min(args.stages, total);
+  int next_tile = first_tile, next_chunk = 0;  // of the producer
+  auto advance = [&] {
+    if (++next_chunk == chunks) {
+      next_chunk = 0;
+      next_tile += args.tile_step;
+    }
+  };
+  auto load_weight = [&](int stage) {
+    barrier_expect(full + 8 * stage, stage_bytes);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+      for (int box = 0; box < boxes; ++box)
+        load_box(ring + stage * stage_bytes + slice * slice_bytes + box * box_rows * kSwizzled * 2, &weight,
+                 ((first_chunk + next_chunk) * kSlices + slice) * kSwizzled,
+                 next_tile * box_rows + box * args.features, full + 8 * stage, kEvictFirst);
+  };
+  auto load_x = [&](int stage, int chunk) {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+      load_box(ring + stage * stage_bytes + slice * slice_bytes + weight_bytes, &x,
+               ((first_chunk + chunk) * kSlices + slice) * kSwizzled, 0, full + 8 * stage, kEvictLast);
+  };
   if (threadIdx.x == kConsumers) {
-    prefetch_map(&weight);
-    prefetch_map(&x);
     for (int stage = 0; stage < args.stages; ++stage) {
       barrier_init(full + 8 * stage, 1);
       barrier_init(empty + 8 * stage, kConsumers / 32);
     }
     barrier_init_fence();
+    for (int i = 0; i < early; ++i, advance()) load_weight(i);
+    prefetch_map(&x);
   }
   __syncthreads();
-  let_dependents_start();
 
+  if (threadIdx.x >= kThreads) {
+    // Only here to hold registers, so that no two blocks of this kernel share a multiprocessor.
+    if (args.split > 1) {
+      cluster_sync();
+      cluster_sync();
+    }
+    asm volatile("barrier.sync 2, %0;" ::"r"(blockDim.x) : "memory");
+    return;
+  }
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
-      const int tile_rows = args.gated ? kBoxRows : kTileRows;
-      const int own_tiles = (args.tiles - first_tile + args.tile_step - 1) / args.tile_step;
-      const int total = own_tiles * chunks;
-      const int early = min(args.stages, total);
-      int tile = first_tile, chunk = 0;
-      auto advance = [&] {
-        if (++chunk == chunks) {
-          chunk = 0;
-          tile += args.tile_step;
-        }
-      };
-      auto load_weight = [&](int stage) {
-        barrier_expect(full + 8 * stage, kStageBytes);
-#pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          load_box(ring + stage * kStageBytes + box * kBoxBytes, &weight, (first_chunk + chunk) * kChunk,
-                   tile * tile_rows + box * args.box_step, full + 8 * stage, kEvictFirst);
-      };
-      auto load_x = [&](int stage, int at) {
-        load_box(ring + stage * kStageBytes + kWeightBytes, &x, (first_chunk + at) * kChunk, 0, full + 8 * stage, kEvictLast);
-      };
-      for (int i = 0; i < early; ++i, advance()) load_weight(i);
-      const int resume_tile = tile, resume_chunk = chunk;
-      for (int i = early; i < min(early + args.prefetch, total); ++i, advance())
-        for (int box = 0; box < kBoxes; ++box)
-          prefetch_box(&weight, (first_chunk + chunk) * kChunk, tile * tile_rows + box * args.box_step, kEvictFirst);
-      tile = resume_tile;
-      chunk = resume_chunk;
+      // Not at once: the memory is busy with our own weights anyway. What the kernel behind requests is to
+      // fill the pause between our last request and its first use of our result.
+      bool triggered = total - early <= args.trigger;
+      if (triggered) let_dependents_start();
       wait_for_predecessors();
-      for (int i = 0, at = 0; i < early; ++i) {
-        load_x(i, at);
-        if (++at == chunks) at = 0;
+      for (int i = 0, chunk = 0; i < early; ++i) {
+        load_x(i, chunk);
+        if (++chunk == chunks) chunk = 0;
       }
       int stage = 0;
       uint32_t parity = 0;
       for (int i = early; i < total; ++i, advance()) {
         barrier_wait(empty + 8 * stage, parity);
         load_weight(stage);
-        load_x(stage, chunk);
+        load_x(stage, next_chunk);
+        if (!triggered && total - i - 1 <= args.trigger) {
+          triggered = true;
+          let_dependents_start();
+        }
         if (++stage == args.stages) {
           stage = 0;
           parity ^= 1;
@@ -189,25 +219,32 @@ __global__ void __launch_bounds__(kThreads) few_rows(const __grid_constant__ Ten
       cluster_sync();
       cluster_sync();
     }
+    if (blockDim.x > kThreads) asm volatile("barrier.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
     return;
   }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int pitch = args.tile_rows + 4;
+  float* sums = reinterpret_cast<float*>(memory + (ring - shared_address(memory)) + args.sums);
   int stage = 0;
   uint32_t parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += args.tile_step) {
-    float sum[kBoxes][kColumns / 2];
+    float sum[kProducts][kColumns / 2];
     int previous = -1;
     for (int i = 0; i < chunks; ++i) {
       barrier_wait(full + 8 * stage, parity);
-      const uint32_t at = ring + stage * kStageBytes;
       products_begin();
 #pragma unroll
-      for (int step = 0; step < kChunk / 16; ++step) {
-        const uint64_t b = operand(at + kWeightBytes + step * 32);
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const uint32_t at = ring + stage * stage_bytes + slice * slice_bytes;
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box)
-          Product<kColumns>::run(sum[box], operand(at + box * kBoxBytes + step * 32), b, i > 0 || step > 0);
+        for (int step = 0; step < kSwizzled / 16; ++step) {
+          const uint64_t b = operand(at + weight_bytes + step * 32);
+#pragma unroll
+          for (int part = 0; part < kProducts; ++part)
+            Product<kColumns>::run(sum[part], operand(at + part * kProductRows * kSwizzled * 2 + step * 32),
+                                   b, i > 0 || slice > 0 || step > 0);
+        }
       }
       products_commit();
       if (previous >= 0) {
@@ -223,35 +260,37 @@ __global__ void __launch_bounds__(kThreads) few_rows(const __grid_constant__ Ten
     products_wait<0>();
     if (lane == 0) barrier_arrive(empty + 8 * previous);
 
+    // The sums may lie where the ring was: every warp has to be done with it.
+    consumers_sync();
     // A thread holds two weight rows (eight apart) of two columns in each group of eight columns.
-    float* out = reinterpret_cast<float*>(memory + (sums - shared_address(memory)));
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
+    for (int part = 0; part < kProducts; ++part) {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) {
-        asm volatile("" : "+f"(sum[box][i])::"memory");
+        asm volatile("" : "+f"(sum[part][i])::"memory");
         const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        const int row = box * kBoxRows + warp * 16 + lane / 4 + (i / 2 % 2) * 8;
-        if (column < args.rows) out[column * kPitch + row] = sum[box][i];
+        const int row = part * kProductRows + warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+        if (column < args.rows && row < args.tile_rows) sums[column * pitch + row] = sum[part][i];
       }
     }
     if (args.split > 1) {
       cluster_sync();
-      finish<kTileRows>(args, tile, rank, sums);
+      finish(args, tile, rank, ring + args.sums);
       cluster_sync();  // the sums must outlive the reads of the other blocks
     } else {
-      asm volatile("bar.sync 1, 128;" ::: "memory");
-      finish<kTileRows>(args, tile, 0, sums);
-      asm volatile("bar.sync 1, 128;" ::: "memory");
+      consumers_sync();
+      finish(args, tile, 0, ring + args.sums);
     }
   }
+  if (blockDim.x > kThreads) asm volatile("barrier.arrive 2, %0;" ::"r"(blockDim.x) : "memory");
 }
 
 using Kernel = void (*)(TensorMap, TensorMap, Arguments);
 
 template <int kColumns>
-Kernel pick(int boxes) {
-  return boxes == 1 ? few_rows<kColumns, 1> : few_rows<kColumns, 2>;
+Kernel pick(int tile_rows) {
+  if (tile_rows <= kProductRows) return few_rows<kColumns, 1, 2>;
+  return tile_rows <= 2 * kProductRows ? few_rows<kColumns, 2, 1> : few_rows<kColumns, 3, 1>;
 }
 
 }  // namespace
@@ -259,43 +298,79 @@ Kernel pick(int boxes) {
 
 // How one product is spread over the machine. Mirrored by a ctypes structure.
 struct LinearPlan {
-  int boxes;     // 64-row boxes of W in a tile: 1 or 2
-  int split;     // blocks that share K: 1, 2, 4 or 8
-  int blocks;    // at most this many blocks if split is 1: then each takes several tiles
-  int stages;    // of the ring
-  int prefetch;  // stages asked into L2 beyond the ring ahead of the dependency
-  int early;     // 0: an ordinary launch, after everything ahead has finished
+  int tile_rows;  // rows of W in a tile: a multiple of 8 up to 192
+  int split;      // blocks that share K: 1, 2, 4 or 8
+  int blocks;     // at most this many blocks if split is 1: then each takes several tiles
+  int stages;     // of the ring
+  int trigger;    // stages still to be requested when the kernel behind may start
+  int alone;      // what keeps two blocks of it off one multiprocessor: 1 shared memory, 2 registers
+  int early;      // 0: an ordinary launch, after everything ahead has finished
 };
 
-extern "C" int quickturn_linear_few_rows(const void* weight_map, const void* x_map, void* out, const void* bias, int rows,
-                                         int features, int columns, int gated, int wide, const LinearPlan* plan, void* stream) {
+// x: [rows, columns] bfloat16, `x_pitch` elements apart. weight: [features (with `gated` 2 features),
+// columns], rows adjoining. out: [rows, features], float32 if `wide`. Returns a cudaError_t; launches on
+// `stream` and does not wait.
+extern "C" int quickturn_linear_few_rows(const void* x, long long x_pitch, const void* weight,
+                                         const void* bias, void* out, int rows, int features, int columns,
+                                         int gated, int wide, const LinearPlan* plan, void* stream) {
   using namespace quickturn;
-  const int boxes = gated ? 2 : plan->boxes;
-  const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
-  const int tile_features = gated ? kBoxRows : boxes * kBoxRows;
-  const int tiles = (features + tile_features - 1) / tile_features;
+  const int tile_features = gated ? plan->tile_rows / 2 : plan->tile_rows;
   const int split = plan->split;
+  if (rows < 1 || rows > 64 || plan->tile_rows < 8 || plan->tile_rows > 3 * kProductRows ||
+      plan->tile_rows % (gated ? 16 : 8) || split < 1 || split > kMaxSplit ||
+      tile_features / split % 4 != 0 || plan->stages < kMinStages || plan->stages > kMaxStages)
+    return cudaErrorInvalidValue;
+  const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  const int slices = plan->tile_rows <= kProductRows ? 2 : 1;
+  const int tiles = (features + tile_features - 1) / tile_features;
   const int slots = split > 1 ? tiles : (tiles < plan->blocks ? tiles : plan->blocks);
+  const int ring_bytes = plan->stages * slices * (plan->tile_rows + padded) * kSwizzled * 2;
+  // The last product of a stage may read beyond the tile, into whatever follows.
+  const int overread = (kProductRows - plan->tile_rows % kProductRows) % kProductRows * kSwizzled * 2;
+  const int sums_bytes = rows * (plan->tile_rows + 4) * 4;
+  const bool one_tile = slots == tiles;
   Arguments args{};
   args.out = out;
   args.bias = static_cast<const bf16*>(bias);
   args.rows = rows;
   args.features = features;
-  args.chunks = (columns + kChunk - 1) / kChunk;
+  args.chunks = (columns + slices * kSwizzled - 1) / (slices * kSwizzled);
   args.split = split;
   args.tiles = tiles;
+  args.tile_rows = plan->tile_rows;
   args.tile_step = slots;
-  args.box_step = gated ? features : kBoxRows;
   args.stages = plan->stages;
-  args.prefetch = plan->prefetch;
+  args.trigger = plan->trigger;
+  args.sums = one_tile ? 0 : ring_bytes;
   args.gated = gated != 0;
   args.wide = wide != 0;
-  if (rows < 1 || rows > 64 || boxes < 1 || boxes > 2 || split < 1 || split > kMaxSplit || split > args.chunks ||
-      tile_features / split % 4 != 0 || plan->stages < 1 || plan->stages > kMaxStages)
+  if (split > args.chunks) return cudaErrorInvalidValue;
+  TensorMap weight_map, x_map;
+  if (!encode_map(weight_map, weight, gated ? 2ll * features : features, columns, columns,
+                  gated ? tile_features : plan->tile_rows, kSwizzled) ||
+      !encode_map(x_map, x, rows, columns, x_pitch, padded, kSwizzled))
     return cudaErrorInvalidValue;
-  Kernel kernel = padded == 8 ? pick<8>(boxes) : padded == 16 ? pick<16>(boxes) : padded == 32 ? pick<32>(boxes) : pick<64>(boxes);
-  const int shared = 1024 + plan->stages * (boxes * kBoxBytes + padded * kChunk * 2) + rows * (boxes * kBoxRows + 4) * 4;
+  Kernel kernel = padded == 8    ? pick<8>(plan->tile_rows)
+                  : padded == 16 ? pick<16>(plan->tile_rows)
+                  : padded == 32 ? pick<32>(plan->tile_rows)
+                                 : pick<64>(plan->tile_rows);
+  const int behind = one_tile ? sums_bytes - ring_bytes : sums_bytes;
+  int shared = 1024 + ring_bytes + (behind > overread ? behind : overread);
+  int threads = kThreads;
+  if (plan->alone == 1 && shared < kOverHalfShared) shared = kOverHalfShared;
+  if (plan->alone == 2) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    const int registers = (attributes.numRegs + 7) / 8 * 8;
+    while (threads * registers <= kHalfRegisters) threads += 32;
+  }
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  // A multiprocessor must be idle to change its division of L1 and shared memory: kernels that are to overlap
+  // need the same.
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   int count = 0;
@@ -311,11 +386,10 @@ extern "C" int quickturn_linear_few_rows(const void* weight_map, const void* x_m
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(slots * split);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, kernel, *static_cast<const TensorMap*>(weight_map), *static_cast<const TensorMap*>(x_map),
-                            args);
+  return cudaLaunchKernelEx(&config, kernel, weight_map, x_map, args);
 }

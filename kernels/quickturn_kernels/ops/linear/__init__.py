@@ -29,8 +29,16 @@ class LinearWeight:
 
 _PREPARE: Op[Callable[[Tensor, int | None], LinearWeight]] = define("prepare_linear")
 _LINEAR: Op[Callable[[Tensor, LinearWeight, Tensor | None, torch.dtype | None], Tensor]] = define(
-    "linear", "layout"
+    "linear", "layout", "rows"
 )
+
+FEW_ROWS = 64
+"""Up to so many rows x is small beside any weight, and the product as fast as the weight can be read."""
+
+
+def rows_class(rows: int) -> str:
+    """The trait "rows" of a call: "few" or "many"."""
+    return "few" if rows <= FEW_ROWS else "many"
 
 
 def prepare_linear(weight: Tensor, *, max_rows_hint: int | None = None) -> LinearWeight:
@@ -55,7 +63,8 @@ def linear(
     """
     if isinstance(weight, Tensor):
         weight = LinearWeight((weight.shape[0], weight.shape[1]), weight.dtype, PLAIN, (weight,))
-    function = _LINEAR.table.get((x.device, x.dtype, weight.layout))
+    rows = rows_class(x.shape[0])
+    function = _LINEAR.table.get((x.device, x.dtype, weight.layout, rows))
     if function is None:
-        function = _LINEAR.bind(x.device, x.dtype, weight.layout)
+        function = _LINEAR.bind(x.device, x.dtype, weight.layout, rows)
     return function(x, weight, bias, out_dtype)

@@ -8,33 +8,62 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
+from quickturn_kernels.ops.linear import FEW_ROWS
 from quickturn_kernels.platform import describe
 
-FEW_ROWS = 64
-"""The most rows the kernel takes."""
+UNITS = 132
+"""Multiprocessors of an H100 or H200 (SXM): what plans are made for."""
 
-BOX_ROWS = 64
-CHUNK = 64
+MIN_TILE_ROWS = 48
+SPLIT_TILE_ROWS = 64
+MIN_SPLIT_COLUMNS = 512
+MIN_STAGES, MAX_STAGES = 2, 16
+RING_LIMIT = 231_000
+"""Bytes of shared memory for one block."""
+
+AT_ONCE = 1 << 20
+"""More stages than any block has: the kernel behind may start with this one."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """boxes: 64-row boxes of the weight in a tile, 1 or 2. split: blocks that share a tile's K (1, 2, 4,
-    8). blocks: without split, how many blocks the tiles are dealt to. stages: boxes in flight in a block's
-    ring. prefetch: stages asked into L2 beyond the ring while the kernel ahead still runs. early: start
-    before the kernel ahead has finished.
+    """tile_rows: rows of the weight in a tile, a multiple of 8 (gated: 16) up to 192. split: blocks that
+    share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
+    block's ring. trigger: the kernel behind may start when a block has so many stages left to request. alone:
+    what keeps two blocks of this kernel off one multiprocessor, 1 shared memory, 2 registers, 0 nothing.
+    early: start before the kernel ahead has finished.
     """
 
-    boxes: int
+    tile_rows: int
     split: int
     blocks: int
     stages: int
-    prefetch: int
+    trigger: int
+    alone: int = 0
     early: bool = True
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("boxes", "split", "blocks", "stages", "prefetch", "early")]
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in ("tile_rows", "split", "blocks", "stages", "trigger", "alone", "early")
+    ]
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `launch` can do this product: bfloat16 throughout, rows that the copy engine can address."""
+    columns = weight.shape[1]
+    return (
+        0 < x.shape[0] <= FEW_ROWS
+        and columns % 8 == 0
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and weight.dtype == x.dtype
+        and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    )
 
 
 def launch(
@@ -69,14 +98,50 @@ def launch(
 
 
 @cache
-def choose(rows: int, features: int, columns: int, gated: bool) -> Plan:
-    """The plan for a product of `features` outputs (pairs of them if gated)."""
-    return replace(Plan(2, 1, 132, 4, 0), early=True)
+def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
+    """The plan for a product with a weight of [weight_rows, columns] that fills a Hopper GPU."""
+    tile_rows, split, blocks = geometry(weight_rows, columns)
+    features = weight_rows // 2 if gated else weight_rows
+    plan = Plan(tile_rows, split, blocks, MIN_STAGES, trigger=AT_ONCE)
+    fitting = [
+        n
+        for n in range(MIN_STAGES, MAX_STAGES + 1)
+        if shared_memory(rows, features, gated, replace(plan, stages=n)) <= RING_LIMIT
+    ]
+    return replace(plan, stages=max(fitting, default=MIN_STAGES))
+
+
+def geometry(weight_rows: int, columns: int) -> tuple[int, int, int]:
+    """Tile rows, split and blocks: whole tiles where they keep most multiprocessors busy, else K is split.
+
+    Of the tiles that leave the busiest multiprocessor the fewest rows the largest is taken: x is read once
+    for each tile.
+    """
+    if weight_rows >= MIN_TILE_ROWS * UNITS * 7 // 8:
+        whole = {rows: -(-weight_rows // rows) for rows in (192, 128, 96, 64, MIN_TILE_ROWS)}
+        tile_rows = min(whole, key=lambda rows: (-(-whole[rows] // UNITS) * rows, -rows))
+        waves = -(-whole[tile_rows] // UNITS)
+        return tile_rows, 1, -(-whole[tile_rows] // waves)
+    tiles = -(-weight_rows // SPLIT_TILE_ROWS)
+    fitting = [n for n in (1, 2, 4) if tiles * n <= UNITS and columns // n >= MIN_SPLIT_COLUMNS]
+    return SPLIT_TILE_ROWS, max(fitting, default=1), UNITS
+
+
+def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
+    """Bytes of dynamic shared memory that the kernel will ask for (as computed in linear.cu)."""
+    padded = next(n for n in (8, 16, 32, 64) if rows <= n)
+    slices = 2 if plan.tile_rows <= 64 else 1
+    ring = plan.stages * slices * (plan.tile_rows + padded) * 128
+    sums = rows * (plan.tile_rows + 4) * 4
+    tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
+    overread = -plan.tile_rows % 64 * 128
+    behind = sums - ring if plan.split > 1 or tiles <= plan.blocks else sums
+    return 1024 + ring + max(overread, behind)
 
 
 @cache
 def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.boxes, plan.split, plan.blocks, plan.stages, plan.prefetch, plan.early)
+    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.alone, plan.early)
 
 
 @cache
