@@ -201,7 +201,7 @@ def measure(shape: Shape, roof: float) -> dict[str, object]:
             result["cublas"][f"{name}/{rows}"] = {"us": library, "gbs": size * 1e-3 / library}
             result["ours"][f"{name}/{rows}"] = {"us": ours, "gbs": size * 1e-3 / ours, "plan": plan}
             print(
-                f"{shape.name} {name:8} {rows:3} rows  cublas {library:7.2f} us {size * 1e-3 / library:5.0f} GB/s"
+                f"{shape.name} {name:8} {rows:3} rows  cublas {library:6.2f} us {size * 1e-3 / library:.0f}"
                 f"   ours {ours:7.2f} us {size * 1e-3 / ours:6.0f} GB/s",
                 flush=True,
             )
