@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry, triton_common
@@ -55,6 +56,9 @@ def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            box = ", ".join(str(size) for size in value.block_shape)
+            signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{box}]>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -125,19 +129,27 @@ def attention(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, **op
     kernels.paged_attention_decode(
         torch.empty((2, heads, head_dim), dtype=dtype), *arguments, lens, 0.1, max_context_len=1024, **options
     )
-    for tokens, bound, name in ((1024, 512, "prefill"), (8, 65536, "drafts")):
-        label = f"{label.split(':')[0]}: {name}"
+    base = label
+    for tokens, bound, implementation in (
+        (1024, 512, "triton"),
+        (8, 65536, "triton"),
+        (1024, 512, "triton_tma"),
+    ):
+        if implementation == "triton_tma" and dtype == torch.float32:
+            continue
+        label = f"{base}: {'prefill' if tokens > 8 else 'drafts'} {implementation}"
         starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
-        kernels.paged_attention_prefill(
-            torch.empty((tokens, heads, head_dim), dtype=dtype),
-            *arguments,
-            starts,
-            lens,
-            tokens // 2,
-            0.1,
-            max_context_len=bound,
-            **options,
-        )
+        with registry.use(paged_attention_prefill=implementation):
+            kernels.paged_attention_prefill(
+                torch.empty((tokens, heads, head_dim), dtype=dtype),
+                *arguments,
+                starts,
+                lens,
+                tokens // 2,
+                0.1,
+                max_context_len=bound,
+                **options,
+            )
 
 
 def dense(dtype: torch.dtype) -> None:
@@ -211,9 +223,9 @@ def main() -> None:
     registry.load(every_tier=True)
     for op in registry.ops():
         for one in registry.implementations(op):
-            if one.name == "triton":
+            if one.name.startswith("triton"):
                 registry.register(
-                    op, name="triton", platform=ANY, dtypes=tuple(one.dtypes or ()), traits=one.traits
+                    op, name=one.name, platform=ANY, dtypes=tuple(one.dtypes or ()), traits=one.traits
                 )(one.function)
     JITFunction.run = compile_launch
     registry.override({"*": "triton"})

@@ -71,6 +71,8 @@ PREFILL = (
     Shape("sinks, split", (1100, 0), (3, 1), sinks=True, block_tokens=32),
     Shape("window and sinks", (300,), (150,), window=33, sinks=True),
     Shape("softcap", (80,), (80,), softcap=20.0),
+    Shape("large pages, window, sinks", (400,), (300,), window=150, sinks=True, block_tokens=64),
+    Shape("pages of 128", (330, 40), (200, 40), heads=4, kv_heads=1, head_dim=128, block_tokens=128),
 )
 
 

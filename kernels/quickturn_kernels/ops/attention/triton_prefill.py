@@ -11,9 +11,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, block_rows, dot, softcapped
-from quickturn_kernels.platform import TRITON
+from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST
+from quickturn_kernels.ops.attention.triton_prefill_plan import (
+    MAX_SPLITS,
+    Tiles,
+    described_tiles,
+    pointer_tiles,
+    splits_for,
+)
+from quickturn_kernels.ops.attention.triton_prefill_tiles import attend, attend_pairs
+from quickturn_kernels.platform import TRITON, Requirement
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
     FLOATS,
@@ -25,73 +34,6 @@ from quickturn_kernels.triton_common import (
 )
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
-MAX_SPLITS = 16
-MIN_SPLIT_KEYS = 512
-
-
-@triton.jit
-def _attend(
-    sum_out,
-    total,
-    top,
-    query,
-    position,
-    k_head,
-    v_head,
-    table,
-    tile_start,
-    tile_end,
-    key_start,
-    key_end,
-    window,
-    scale_log2,
-    cap_log2,
-    k_block_stride,
-    k_row_stride,
-    v_block_stride,
-    v_row_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Online softmax over the key tiles tile_start .. tile_end - 1 (Dao 2023, FlashAttention-2)."""
-    dim = tl.arange(0, HEAD_DIM)
-    column = tl.arange(0, BLOCK_N)
-    for tile in tl.range(tile_start, tile_end, num_stages=STAGES):
-        start = tile * BLOCK_N
-        block, offset = block_rows(table, start, key_end, BLOCK_TOKENS, BLOCK_N)
-        key_at = (k_head + block * k_block_stride + offset * k_row_stride)[:, None] + dim[None, :]
-        value_at = (v_head + block * v_block_stride + offset * v_row_stride)[:, None] + dim[None, :]
-        if MASKED:
-            # Memory past the context, or behind the window, may hold anything, NaN included.
-            real = (start + column >= key_start) & (start + column < key_end)
-            key = tl.load(key_at, mask=real[:, None], other=0.0)
-            value = tl.load(value_at, mask=real[:, None], other=0.0)
-        else:
-            key = tl.load(key_at)
-            value = tl.load(value_at)
-        scores = softcapped(dot(query, tl.trans(key), UPCAST), scale_log2, cap_log2, CAPPED)
-        if MASKED:
-            visible = (start + column)[None, :] <= position[:, None]
-            if WINDOW:
-                visible = visible & ((start + column)[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        finite_top = new_top
-        if MASKED:
-            finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - finite_top)
-        weight = tl.exp2(scores - finite_top[:, None])
-        total = total * shrink + tl.sum(weight, axis=1)
-        sum_out = sum_out * shrink[:, None]
-        sum_out += dot(weight.to(value.dtype), value, UPCAST)
-        top = new_top
-    return sum_out, total, top
 
 
 # Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
@@ -126,6 +68,8 @@ def prefill_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+    PAIRS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -183,30 +127,39 @@ def prefill_kernel(
             tl.maximum(unmasked_end, unmasked_start), tl.maximum(unmasked_start, tile_end)
         )
 
-        k_head = k_cache + head * HEAD_DIM
-        v_head = v_cache + head * HEAD_DIM
         table = tables + row.to(tl.int64) * table_stride
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         sum_out = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
         if WINDOW:
-            sum_out, total, top = _attend(
-                sum_out, total, top, query, position, k_head, v_head, table, tile_start, unmasked_start,
+            sum_out, total, top = attend(
+                sum_out, total, top, query, position, head, k_cache, v_cache, table,
+                tile_start, unmasked_start,
                 key_start, key_end, window, scale_log2, cap_log2,
                 k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-                HEAD_DIM, BLOCK_TOKENS, BLOCK_N, True, WINDOW, CAPPED, STAGES, UPCAST,
+                HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
             )  # fmt: skip
-        sum_out, total, top = _attend(
-            sum_out, total, top, query, position, k_head, v_head, table, unmasked_start, unmasked_end,
+        if PAIRS:
+            pairs = (unmasked_end - unmasked_start) // 2
+            sum_out, total, top = attend_pairs(
+                sum_out, total, top, query, head, k_cache, v_cache, table, unmasked_start, pairs,
+                scale_log2, cap_log2, HEAD_DIM, BLOCK_TOKENS, BLOCK_N, CAPPED, STAGES, UPCAST,
+            )  # fmt: skip
+            unmasked_end = unmasked_start + 2 * pairs
+        else:
+            sum_out, total, top = attend(
+                sum_out, total, top, query, position, head, k_cache, v_cache, table,
+                unmasked_start, unmasked_end,
+                key_start, key_end, window, scale_log2, cap_log2,
+                k_block_stride, k_row_stride, v_block_stride, v_row_stride,
+                HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, False, WINDOW, CAPPED, STAGES, UPCAST,
+            )  # fmt: skip
+        sum_out, total, top = attend(
+            sum_out, total, top, query, position, head, k_cache, v_cache, table,
+            unmasked_end, tile_end,
             key_start, key_end, window, scale_log2, cap_log2,
             k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-            HEAD_DIM, BLOCK_TOKENS, BLOCK_N, False, WINDOW, CAPPED, STAGES, UPCAST,
-        )  # fmt: skip
-        sum_out, total, top = _attend(
-            sum_out, total, top, query, position, k_head, v_head, table, unmasked_end, tile_end,
-            key_start, key_end, window, scale_log2, cap_log2,
-            k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-            HEAD_DIM, BLOCK_TOKENS, BLOCK_N, True, WINDOW, CAPPED, STAGES, UPCAST,
+            HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
         )  # fmt: skip
 
         target = token * (KV_HEADS * GROUP) + query_head
@@ -262,18 +215,37 @@ def combine_kernel(
     tl.store(out + line * HEAD_DIM + dim, result.to(out.dtype.element_ty))
 
 
-def tile_config(
-    head_dim: int, itemsize: int, score_rows: int, architecture: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages) for tiles of at most `score_rows` rows (query tokens times group)."""
-    block_m = 16 if score_rows <= 16 else 64 if score_rows <= 64 else 128
-    if itemsize == 4:
-        return min(block_m, 32), max(16, min(32, 4096 // head_dim)), 4, 1
-    if block_m < 128:
-        return block_m, (64 if head_dim <= 128 else 32), 4, 2
-    if architecture >= (9, 0):
-        return (128, 128, 8, 2) if head_dim <= 128 else (128, 64, 8, 2)
-    return (128, 64, 8, 2) if head_dim <= 128 else (128, 32, 8, 1)
+@register(
+    "paged_attention_prefill",
+    name="triton_tma",
+    platform=Requirement(device="cuda", min_capability=(9, 0), interpretable=True),
+    dtypes=(torch.bfloat16, torch.float16),
+    traits={"head_dim": frozenset({64, 128, 256})},
+    priority=Priority.PORTABLE,
+)
+def paged_attention_prefill_tma(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    softcap: float,
+    max_context_len: int,
+) -> Tensor:
+    """See `quickturn_kernels.paged_attention_prefill`. Short chunks and small pages take pointers here
+    too.
+    """
+    score_rows = max_query_len * (q.shape[1] // k_cache.shape[2])
+    tiles = described_tiles(q.shape[2], k_cache.shape[1]) if score_rows > 64 else None
+    options = (window, sinks, softcap, max_context_len)
+    if tiles is None:
+        tiles = pointer_tiles(q.shape[2], q.element_size(), score_rows, capability(q.device))
+    return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 
 
 @register(
@@ -299,6 +271,26 @@ def paged_attention_prefill(
     max_context_len: int,
 ) -> Tensor:
     """See `quickturn_kernels.paged_attention_prefill`."""
+    score_rows = max_query_len * (q.shape[1] // k_cache.shape[2])
+    tiles = pointer_tiles(q.shape[2], q.element_size(), score_rows, capability(q.device))
+    options = (window, sinks, softcap, max_context_len)
+    return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    softcap: float,
+    max_context_len: int,
+    tiles: Tiles,
+) -> Tensor:
     tokens, heads, head_dim = q.shape
     rows = context_lens.shape[0]
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -306,22 +298,18 @@ def paged_attention_prefill(
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
-    block_m, block_n, warps, stages = tile_config(
-        head_dim, q.element_size(), max_query_len * group, capability(q.device)
-    )
-    block_m = max(block_m, next_power_of_two(group))
+    block_m = max(tiles.block_m, next_power_of_two(group))
     # Each row, and the padding after them, may end in a tile that isn't full.
-    tiles = tokens // (block_m // group) + rows + 1
-    splits = _splits(tiles * kv_heads, window, max_context_len, units(q.device))
+    count = tokens // (block_m // group) + rows + 1
+    splits = splits_for(count * kv_heads, window, max_context_len, units(q.device))
     lines = tokens * heads
-    partial = torch.empty(
-        splits * lines * (head_dim + 2) if splits > 1 else 0, dtype=torch.float32, device=q.device
-    )
+    floats = splits * lines * (head_dim + 2) if splits > 1 else 0
+    partial = torch.empty(floats, dtype=torch.float32, device=q.device)
     stats = partial[splits * lines * head_dim :] if splits > 1 else partial
-    prefill_kernel[(tiles, kv_heads, splits)](
+    prefill_kernel[(count, kv_heads, splits)](
         q,
-        k_cache,
-        v_cache,
+        _pages(k_cache, tiles.block_n) if tiles.described else k_cache,
+        _pages(v_cache, tiles.block_n) if tiles.described else v_cache,
         block_tables,
         query_start,
         context_lens,
@@ -347,15 +335,17 @@ def paged_attention_prefill(
         HEAD_DIM=head_dim,
         BLOCK_TOKENS=block_tokens,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_N=tiles.block_n,
+        DESCRIBED=tiles.described,
+        PAIRS=tiles.pairs,
         ROWS_PAD=rows_pad(rows + 1),
         SPLIT=splits > 1,
         WINDOW=window > 0,
         SINKS=sinks is not None,
         CAPPED=softcap > 0.0,
-        STAGES=stages,
+        STAGES=tiles.stages,
         UPCAST=INTERPRETED,
-        num_warps=warps,
+        num_warps=tiles.warps,
     )
     if splits > 1:
         combine_kernel[(lines,)](
@@ -374,10 +364,12 @@ def paged_attention_prefill(
     return out
 
 
-def _splits(programs: int, window: int, max_context_len: int, multiprocessors: int) -> int:
-    """In how many parts to cut the keys so that all multiprocessors have work; each part must be worth its
-    own sum.
-    """
-    longest = min(max_context_len, window) if window > 0 else max_context_len
-    wanted = (2 * multiprocessors) // max(1, programs)
-    return max(1, min(MAX_SPLITS, wanted, longest // MIN_SPLIT_KEYS))
+def _pages(cache: Tensor, page: int) -> TensorDescriptor:
+    """A cache [num_blocks, block_tokens, Hkv, D] as boxes of `page` keys of one head."""
+    blocks, block_tokens, kv_heads, head_dim = cache.shape
+    return TensorDescriptor(
+        cache,
+        [blocks, block_tokens, kv_heads * head_dim],
+        [cache.stride(0), cache.stride(1), 1],
+        [1, page, head_dim],
+    )
