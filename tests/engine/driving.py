@@ -17,6 +17,9 @@ from quickturn.sampling_params import SamplingParams
 
 MAX_STEPS = 100_000
 
+TIE = 1e-4
+"""Logits of size 10 in float32 whose sums were added up in another order differ by less."""
+
 
 @dataclass
 class Answer:
@@ -116,6 +119,22 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
         tokens.append(int(out.logits[0, -1].argmax()))
         ids = torch.tensor([[tokens[-1]]])
     return tokens
+
+
+@torch.inference_mode()
+def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int], count: int) -> None:
+    """`tokens` are `count` greedy tokens of `model`: each has the largest logit behind the ones before it.
+
+    Random weights draw level once in some ten thousand tokens: a token within `TIE` of the largest logit is
+    right, too.
+    """
+    assert len(tokens) == count
+    if not tokens:
+        return
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    worst = int(behind.argmax())
+    assert behind[worst] <= TIE, f"token {worst} is {tokens[worst]}, {behind[worst]} behind the best"
 
 
 def random_prompts(
