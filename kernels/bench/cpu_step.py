@@ -1,9 +1,9 @@
-"""One forward pass of a SmolLM2-135M-shaped model with random weights, through the ops and through plain torch.
+"""One forward pass of a SmolLM2-135M-shaped model with random weights: through the ops, and in plain torch.
 
-    python kernels/bench/cpu_step.py [--dtype bfloat16] [--runs 7] [--case decode1 ...]
+    python kernels/bench/cpu_step.py [--dtype bfloat16] [--quantize int8] [--runs 7] [--case decode1 ...]
 
-Prints for every case the best and the median time of a step, tokens/s, and what a copy of the weights' bytes at the
-machine's read bandwidth would take (the roof of decode at batch 1). Threads: torch's default, or OMP_NUM_THREADS.
+Prints for every case the best and the median time of a step and tokens/s at the best. Threads: torch's
+default, or OMP_NUM_THREADS.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import quickturn_kernels as kernels
+from quickturn_kernels.ops.linear.quantized import Format, quantize_linear
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 30, 576, 9, 3, 64, 1536, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -72,13 +73,19 @@ def make_layers(dtype: torch.dtype) -> list[Layer]:
     ]
 
 
-def ops_step(case: Case, layers: list[Layer], table: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+def ops_step(
+    case: Case, layers: list[Layer], table: Tensor, dtype: torch.dtype, quantize: Format | None
+) -> Callable[[], Tensor]:
     """The step through the ops, over a paged cache."""
+
+    def prepare(weight: Tensor) -> kernels.LinearWeight:
+        return kernels.prepare_linear(weight) if quantize is None else quantize_linear(weight, quantize)
+
     prepared = [
-        tuple(kernels.prepare_linear(w) for w in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        tuple(prepare(weight) for weight in (layer.qkv, layer.output, layer.gate_up, layer.down))
         for layer in layers
     ]
-    head = kernels.prepare_linear(table)
+    head = prepare(table)
     per_row = -(-case.context // BLOCK_TOKENS)
     blocks = case.rows * per_row
     arena = torch.randn(blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(dtype)
@@ -98,7 +105,7 @@ def ops_step(case: Case, layers: list[Layer], table: Tensor, dtype: torch.dtype)
     params = kernels.SamplingTensors(greedy, greedy, greedy, greedy, greedy, greedy, all_greedy=True)
 
     def run() -> Tensor:
-        residual = kernels.embedding(ids, table)
+        residual = kernels.embedding(ids, head)
         x = kernels.rms_norm(residual, layers[0].norm, EPS)
         for index, (layer, (qkv, output, gate_up, down)) in enumerate(zip(layers, prepared, strict=True)):
             if index > 0:
@@ -183,10 +190,13 @@ def measure(run: Callable[[], Tensor], runs: int) -> tuple[float, float]:
 
 def main() -> None:
     """Run the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--quantize", choices=["int8", "int4"])
     parser.add_argument("--only", choices=["ops", "torch"])
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
@@ -195,12 +205,15 @@ def main() -> None:
     table = (torch.randn(VOCABULARY, HIDDEN) * HIDDEN**-0.5).to(dtype)
     for name in arguments.case:
         case = CASES[name]
-        for kind, make in (("ops", ops_step), ("torch", torch_step)):
+        for kind in ("ops", "torch"):
             if arguments.only not in (None, kind):
                 continue
+            if kind == "ops":
+                run = ops_step(case, layers, table, dtype, arguments.quantize)
+            else:
+                run = torch_step(case, layers, table, dtype)
             with torch.inference_mode():
-                runs = arguments.runs * (10 if case.queries == 1 else 1)
-                best, median = measure(make(case, layers, table, dtype), runs)
+                best, median = measure(run, arguments.runs * (10 if case.queries == 1 else 1))
             tokens = case.rows * case.queries
             print(
                 f"{name:12} {kind:6} best {best * 1e3:8.2f} ms  median {median * 1e3:8.2f} ms  "

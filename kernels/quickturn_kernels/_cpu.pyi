@@ -125,5 +125,26 @@ def tile_linear(
 ) -> None: ...
 def pack_tiles(weight: int, packed: int, n: int, k: int, stride: int, /) -> None: ...
 def unpack_rows(ids: int, packed: int, out: int, count: int, k: int, table_rows: int, /) -> None: ...
+def pack_quant(
+    format: int, dtype: int, weight: int, packed: int, n: int, k: int, stride: int, /
+) -> None:
+    """Quantise [n, k] into the layout of quant_linear.h; format 0 is int8, 1 is int4."""
+
+def unpack_quant_rows(
+    format: int, ids: int, packed: int, out: int, count: int, k: int, table_rows: int, /
+) -> None: ...
+def quant_linear(
+    format: int,
+    out_dtype: int,
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    rows: int,
+    n: int,
+    k: int,
+    x_stride: int,
+    /,
+) -> None: ...
 def gather_rows(ids: int, table: int, out: int, count: int, row_bytes: int, table_rows: int, /) -> None: ...
 def argmax(dtype: int, x: int, out: int, rows: int, size: int, x_stride: int, /) -> None: ...

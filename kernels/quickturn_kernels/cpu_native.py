@@ -16,6 +16,9 @@ except ImportError:  # another processor, or an install without a compiler: the 
 else:
     AVAILABLE = True
 
+HAS_TILES = AVAILABLE and _cpu.has_tiles()
+"""Whether this processor has AMX tiles, and so the layouts that need them."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -24,13 +27,17 @@ CODES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_DIM = 256
 
 
-def register_native(op: str, *, traits: Mapping[str, Container[Hashable]] | None = None) -> Callable[[F], F]:
-    """Register a function of the extension's tier as `cpu` for op, if there is an extension."""
+def register_native(
+    op: str,
+    *,
+    name: str = "cpu",
+    dtypes: tuple[torch.dtype, ...] = tuple(CODES),
+    traits: Mapping[str, Container[Hashable]] | None = None,
+) -> Callable[[F], F]:
+    """Register a function that uses the extension, if there is one."""
     if not AVAILABLE:
         return lambda function: function
-    return register(
-        op, name="cpu", platform=CPU, dtypes=tuple(CODES), traits=traits, priority=Priority.PERFORMANCE
-    )
+    return register(op, name=name, platform=CPU, dtypes=dtypes, traits=traits, priority=Priority.PERFORMANCE)
 
 
 def rows_of(x: Tensor) -> Tensor:

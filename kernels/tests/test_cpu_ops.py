@@ -212,27 +212,3 @@ def test_rotary(generator: torch.Generator, dtype: torch.dtype, normed: bool, ro
         results.append((q, cache))
     assert_near(results[1][0], results[0][0])
     assert_near(results[1][1], results[0][1])
-
-
-LINEARS = ((96, 64), (960, 576), (33, 576), (16, 1536), (7, 40), (5, 33))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 16, 17, 32, 33, 70, 1100])
-@pytest.mark.parametrize("size", LINEARS)
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear(
-    generator: torch.Generator, dtype: torch.dtype, rows: int, size: tuple[int, int], bias: bool
-) -> None:
-    weight = random(generator, *size, dtype=dtype) / size[1] ** 0.5
-    x = random(generator, rows, size[1] + 32, dtype=dtype)[:, : size[1]]
-    vector = random(generator, size[0], dtype=dtype) if bias else None
-    prepared = compiled("prepare_linear", weight, None)
-    exact = torch.nn.functional.linear(
-        x.double(), weight.double(), None if vector is None else vector.double()
-    )
-    assert_near(compiled("linear", x, prepared, vector, None), exact.to(dtype))
-    if dtype == torch.bfloat16:
-        result = compiled("linear", x, prepared, vector, torch.float32)
-        tolerance = 1e-4 if prepared.layout != "plain" else 2e-2
-        assert_near(result, exact.float(), tolerance)

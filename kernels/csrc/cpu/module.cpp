@@ -4,6 +4,7 @@
 
 #include "dispatch.h"
 #include "parallel.h"
+#include "quant_linear.h"
 #include "tile_linear.h"
 
 namespace nb = nanobind;
@@ -94,6 +95,15 @@ void tile_linear_bf16(int out_dtype, uintptr_t x, uintptr_t weight, uintptr_t bi
   });
 }
 
+void quant_linear_bf16(int format, int out_dtype, uintptr_t x, uintptr_t weight, uintptr_t bias,
+                       uintptr_t out, long rows, long n, long k, long x_stride) {
+  call(rows * n * k / 16, [&] {
+    quant_linear(static_cast<Quant>(format),
+                 {static_cast<DType>(out_dtype), pointer<bf16>(x), pointer(weight), pointer<bf16>(bias),
+                  pointer(out), rows, n, k, x_stride});
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -136,6 +146,17 @@ NB_MODULE(_cpu, m) {
       "unpack_rows", [](uintptr_t ids, uintptr_t packed, uintptr_t out, long count, long k, long table_rows) {
         unpack_rows({pointer<int64_t>(ids), pointer<bf16>(packed), pointer<bf16>(out), count, k, table_rows});
       });
+  m.def("pack_quant",
+        [](int format, int dtype, uintptr_t weight, uintptr_t packed, long n, long k, long stride) {
+          pack_quant(static_cast<Quant>(format),
+                     {static_cast<DType>(dtype), pointer(weight), pointer(packed), n, k, stride});
+        });
+  m.def("unpack_quant_rows",
+        [](int format, uintptr_t ids, uintptr_t packed, uintptr_t out, long count, long k, long table_rows) {
+          unpack_quant_rows(static_cast<Quant>(format), pointer<int64_t>(ids), pointer(packed),
+                            pointer<bf16>(out), count, k, table_rows);
+        });
+  m.def("quant_linear", &quant_linear_bf16);
   m.def("gather_rows", [](uintptr_t ids, uintptr_t table, uintptr_t out, long count, long row_bytes,
                           long table_rows) {
     active->gather_rows({pointer<int64_t>(ids), pointer(table), pointer(out), count, row_bytes, table_rows});

@@ -3,145 +3,38 @@
 
 #include "tile_linear.h"
 
-#include <immintrin.h>
-
-#include "parallel.h"
-#include "simd.h"
-#include "tiles.h"
+#include "tile_kernel.h"
 
 namespace qt {
+namespace QT_ISA {
 namespace {
 
-using QT_ISA::configure_tiles;
-
-constexpr long kTile = 512;                // bf16 elements of a tile
-constexpr long kBlockRows = 32;            // rows of x that one pass over a panel multiplies
-constexpr long kRowBlockBytes = 1L << 20;  // of x, half of a core's L2, kept while the panels go by
-constexpr long kPrefetchSteps = 4;         // 2 KiB each
-
-// accumulators (up to 32 rows by 32 columns) = x times `steps` steps of a panel.
-template <bool kTwoRowTiles>
-void multiply_panel(const bf16* x, long x_stride, const bf16* panel, long steps) {
-  const bf16* x2 = x + 16 * x_stride;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (kTwoRowTiles) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (long step = 0; step < steps; ++step, panel += 2 * kTile, x += kStepFeatures, x2 += kStepFeatures) {
-    if constexpr (!kTwoRowTiles) {
-      const char* ahead = reinterpret_cast<const char*>(panel + kPrefetchSteps * 2 * kTile);
-      for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
-    }
-    _tile_loadd(6, panel, 64);
-    _tile_loadd(7, panel + kTile, 64);
-    _tile_loadd(4, x, x_stride * 2);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kTwoRowTiles) {
-      _tile_loadd(5, x2, x_stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-}
-
-void store_row(const float* sums, const TileLinearArgs& a, long row, long column, long count) {
-  const __mmask16 wanted = static_cast<__mmask16>((1U << count) - 1U);
-  __m512 value = _mm512_load_ps(sums);
-  if (a.bias != nullptr) {
-    const __m256i bias = _mm256_maskz_loadu_epi16(wanted, a.bias + column);
-    value = _mm512_add_ps(value, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bias), 16));
-  }
-  if (a.out_dtype == DType::kFloat32) {
-    _mm512_mask_storeu_ps(static_cast<float*>(a.out) + row * a.n + column, wanted, value);
-  } else {
-    const __m256i half = (__m256i)_mm512_cvtneps_pbh(value);
-    _mm256_mask_storeu_epi16(static_cast<bf16*>(a.out) + row * a.n + column, wanted, half);
-  }
-}
-
-// The accumulators to rows [row, row + rows) and the columns of `panel`.
-void store_block(const TileLinearArgs& a, long row, long rows, long panel) {
-  alignas(64) float sums[4][256];
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(1, sums[1], 64);
-  if (rows > 16) {
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
-  }
-  for (long half = 0; half < 2; ++half) {
-    const long column = panel * kPanelColumns + half * 16, left = a.n - column;
-    if (left <= 0) break;
-    for (long i = 0; i < rows; ++i) {
-      store_row(sums[i / 16 * 2 + half] + i % 16 * 16, a, row + i, column, left < 16 ? left : 16);
-    }
-  }
-}
-
 // Rows that fit one pass: the panel streams from memory, and the tiles are configured once.
-void few_rows(const TileLinearArgs& a, const bf16* weight, Range panels, long steps) {
-  configure_tiles(static_cast<int>(a.rows < 16 ? a.rows : 16),
-                  static_cast<int>(a.rows < 16 ? 0 : a.rows - 16), 16);
+void few_rows(const TileLinearArgs& a, Range panels) {
+  const long steps = a.k / kStepFeatures;
+  configure_rows(a.rows);
   for (long panel = panels.begin; panel < panels.end; ++panel) {
-    const bf16* in = weight + panel * steps * 2 * kTile;
-    if (a.rows > 16) {
-      multiply_panel<true>(a.x, a.x_stride, in, steps);
-    } else {
-      multiply_panel<false>(a.x, a.x_stride, in, steps);
-    }
+    const bf16* in = static_cast<const bf16*>(a.weight) + panel * steps * 2 * kTile;
+    clear_block(a.rows);
+    multiply_steps<true>(a.x, a.x_stride, a.rows, in, steps);
     store_block(a, 0, a.rows, panel);
   }
   _tile_release();
 }
 
-// Rows [begin, end) by one panel: blocks of 32, then what is left with tiles of its own size.
-void panel_rows(const TileLinearArgs& a, const bf16* in, long panel, Range rows, long steps) {
-  long row = rows.begin;
-  for (; row + kBlockRows <= rows.end; row += kBlockRows) {
-    multiply_panel<true>(a.x + row * a.x_stride, a.x_stride, in, steps);
-    store_block(a, row, kBlockRows, panel);
-  }
-  const int left = static_cast<int>(rows.end - row);
-  if (left == 0) return;
-  configure_tiles(left < 16 ? left : 16, left < 16 ? 0 : left - 16, 16);
-  if (left > 16) {
-    multiply_panel<true>(a.x + row * a.x_stride, a.x_stride, in, steps);
-  } else {
-    multiply_panel<false>(a.x + row * a.x_stride, a.x_stride, in, steps);
-  }
-  store_block(a, row, left, panel);
-  configure_tiles(16, 16, 16);
-}
-
-void many_rows(const TileLinearArgs& a, const bf16* weight, int thread, int threads) {
-  const long steps = a.k / kStepFeatures, panels = (a.n + kPanelColumns - 1) / kPanelColumns;
-  long block = kRowBlockBytes / (a.k * 2) / kBlockRows * kBlockRows;
-  block = block < 4 * kBlockRows ? 4 * kBlockRows : block;
-  const long blocks = (a.rows + block - 1) / block;
-  configure_tiles(16, 16, 16);
-  const Range mine = share(blocks * panels, thread, threads);
-  for (long task = mine.begin; task < mine.end; ++task) {
-    const Range rows =
-        share(a.rows / 16 + (a.rows % 16 != 0), static_cast<int>(task / panels), static_cast<int>(blocks));
-    const long end = rows.end * 16 < a.rows ? rows.end * 16 : a.rows;
-    panel_rows(a, weight + task % panels * steps * 2 * kTile, task % panels, {rows.begin * 16, end}, steps);
-  }
-  _tile_release();
-}
-
 }  // namespace
+}  // namespace QT_ISA
 
 void tile_linear(const TileLinearArgs& a) {
+  using namespace QT_ISA;
   if (a.rows == 0) return;
-  const bf16* weight = static_cast<const bf16*>(a.weight);
-  const long panels = (a.n + kPanelColumns - 1) / kPanelColumns;
+  const long panels = (a.n + kPanelColumns - 1) / kPanelColumns, panel_size = a.k * kPanelColumns;
   parallel(threads_for(a.n * a.k * 2), [&](int thread, int threads) {
     if (a.rows <= kBlockRows) {
-      few_rows(a, weight, share(panels, thread, threads), a.k / kStepFeatures);
+      few_rows(a, share(panels, thread, threads));
     } else {
-      many_rows(a, weight, thread, threads);
+      many_rows(a, thread, threads,
+                [&](long panel) { return static_cast<const bf16*>(a.weight) + panel * panel_size; });
     }
   });
 }

@@ -1,22 +1,29 @@
 """Linear layers through the compiled CPU kernels.
 
-Layouts: `plain` (any dtype, any processor: few rows stream through our own kernel, many go to torch) and
-`amx_bf16` (bfloat16 in AMX tiles, every number of rows; kernels/csrc/cpu/tile_linear.h describes it).
+Layouts: `plain` (any dtype, any processor: few rows stream through our own kernel, many go to torch), and
+with AMX `amx_bf16`, `amx_int8` and `amx_int4` (kernels/csrc/cpu/tile_linear.h and quant_linear.h), for any
+number of rows.
 """
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from quickturn_kernels.cpu_native import AVAILABLE, CODES, address, register_native, rows_of
+from quickturn_kernels.cpu_native import AVAILABLE, CODES, HAS_TILES, address, register_native, rows_of
 from quickturn_kernels.ops.linear import PLAIN, LinearWeight
+from quickturn_kernels.ops.linear.quantized import Format
 
 if AVAILABLE:
     from quickturn_kernels import _cpu
 
 TILES = "amx_bf16"
+QUANTIZED = {"amx_int8": 0, "amx_int4": 1}
+"""Layouts of quantised weights, with the extension's numbers for them."""
+
 PANEL = 32
-"""Columns of a panel of the tile layout, and input features of a step."""
+"""Columns of a panel of the tile layouts, and input features of a step."""
+
+_STEP_BYTES = (PANEL * PANEL + 2 * PANEL, PANEL * PANEL // 2 + 4 * PANEL)
 
 STREAM_ROWS = 4
 """The most rows for which streaming a plain weight is faster than torch's product."""
@@ -34,44 +41,76 @@ def prepare_linear(weight: Tensor, max_rows_hint: int | None) -> LinearWeight:
     return LinearWeight((columns, features), weight.dtype, TILES, (packed,))
 
 
-@register_native("linear", traits={"layout": {PLAIN, TILES}})
+def quantize_linear(weight: Tensor, format: Format) -> LinearWeight:
+    """See `quickturn_kernels.ops.linear.quantized.quantize_linear`."""
+    columns, features = weight.shape
+    if features % PANEL != 0:
+        raise LookupError(f"groups of {PANEL} don't divide {features} input features")
+    weight = rows_of(weight)
+    layout = f"amx_{format}"
+    code = QUANTIZED[layout]
+    packed = torch.empty((-(-columns // PANEL), features // PANEL, _STEP_BYTES[code]), dtype=torch.uint8)
+    _cpu.pack_quant(
+        code, CODES[weight.dtype], weight.data_ptr(), packed.data_ptr(), columns, features, weight.stride(0)
+    )
+    return LinearWeight((columns, features), torch.bfloat16, layout, (packed,))
+
+
+if HAS_TILES:
+    register_native("quantize_linear", traits={"format": {"int8", "int4"}})(quantize_linear)
+
+
+@register_native("linear", traits={"layout": {PLAIN}})
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """See `quickturn_kernels.linear`."""
-    rows = x.shape[0]
-    columns, features = weight.shape
-    dtype = x.dtype if out_dtype is None else out_dtype
-    packed = weight.tensors[0]
-    if weight.layout == TILES:
-        x = rows_of(x)
-        out = torch.empty((rows, columns), dtype=dtype)
-        _cpu.tile_linear(
-            CODES[dtype],
-            x.data_ptr(),
-            packed.data_ptr(),
-            address(bias),
-            out.data_ptr(),
-            rows,
-            columns,
-            features,
-            x.stride(0),
-        )
-        return out
-    if rows > STREAM_ROWS or x.dtype != packed.dtype or packed.stride(1) != 1:
-        result = functional.linear(x, packed, bias)
+    plain = weight.tensors[0]
+    rows, columns = x.shape[0], weight.shape[0]
+    if rows > STREAM_ROWS or x.dtype != plain.dtype or plain.stride(1) != 1:
+        result = functional.linear(x, plain, bias)
         return result if out_dtype is None else result.to(out_dtype)
     x = rows_of(x)
+    dtype = x.dtype if out_dtype is None else out_dtype
     out = torch.empty((rows, columns), dtype=dtype)
     _cpu.stream_linear(
         CODES[x.dtype],
         CODES[dtype],
         x.data_ptr(),
-        packed.data_ptr(),
+        plain.data_ptr(),
         address(bias),
+        out.data_ptr(),
+        rows,
+        columns,
+        x.shape[1],
+        x.stride(0),
+        plain.stride(0),
+    )
+    return out
+
+
+@register_native("linear", name="cpu-tiles", dtypes=(torch.bfloat16,), traits={"layout": {TILES, *QUANTIZED}})
+def linear_tiles(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """See `quickturn_kernels.linear`."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    columns, features = weight.shape
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    out = torch.empty((rows, columns), dtype=dtype)
+    arguments = (
+        CODES[dtype],
+        x.data_ptr(),
+        weight.tensors[0].data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,
         columns,
         features,
         x.stride(0),
-        packed.stride(0),
     )
+    if weight.layout == TILES:
+        _cpu.tile_linear(*arguments)
+    else:
+        _cpu.quant_linear(QUANTIZED[weight.layout], *arguments)
     return out

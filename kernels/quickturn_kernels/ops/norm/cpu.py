@@ -29,7 +29,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     if not residual.is_contiguous():
         residual += x
         return rms_norm(residual, weight, eps)
-    out = torch.empty((rows, size), dtype=x.dtype)
+    out = torch.empty_like(residual)
     _cpu.rms_norm(
         CODES[x.dtype],
         x.data_ptr(),
