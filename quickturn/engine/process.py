@@ -106,7 +106,9 @@ class Loop:
         if isinstance(message, AddRequest):
             try:
                 core.add(message)
-            except ValueError as error:
+            except (ValueError, TypeError, OverflowError) as error:
+                if not isinstance(error, ValueError):
+                    log.exception("a request that should have been refused earlier")
                 self.send(StepOutput([TokenOutput(message.id, [], finish="error", error=str(error))]))
         elif isinstance(message, CancelRequest):
             core.cancel(message)

@@ -7,11 +7,14 @@ import msgspec
 
 from quickturn.sampling_params import SamplingParams
 from quickturn.server.errors import ApiError, invalid
+from quickturn.server.generation import Routing
 from quickturn.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_TOKEN_LIST = 1024
+_SEED_MASK = (1 << 63) - 1
 
 
 class StreamOptions(msgspec.Struct):
@@ -63,7 +66,7 @@ def choice_count(fields: CommonFields) -> int:
 
 
 def sampling_params(
-    fields: CommonFields, tokenizer: Tokenizer, max_tokens: int, logprobs: int | None
+    fields: CommonFields, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, logprobs: int | None
 ) -> SamplingParams:
     """The engine's view of `fields`, with the model's own defaults where the client says nothing.
 
@@ -76,7 +79,7 @@ def sampling_params(
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=float(_first(fields.temperature, defaults.get("temperature"), 1.0)),
-            top_k=max(int(top_k), 0) if top_k >= -1 else int(top_k),
+            top_k=0 if top_k == -1 or top_k >= vocab_size else int(top_k),
             top_p=float(_first(fields.top_p, defaults.get("top_p"), 1.0)),
             min_p=float(_first(fields.min_p, defaults.get("min_p"), 0.0)),
             seed=_seed(fields.seed),
@@ -85,16 +88,23 @@ def sampling_params(
             repetition_penalty=float(
                 _first(fields.repetition_penalty, defaults.get("repetition_penalty"), 1.0)
             ),
-            logit_bias=_logit_bias(fields.logit_bias),
+            logit_bias=_logit_bias(fields.logit_bias, vocab_size),
             logprobs=logprobs,
             stop=_stop_strings(fields.stop),
-            stop_token_ids=tuple(dict.fromkeys((*ends, *(fields.stop_token_ids or ())))),
+            stop_token_ids=tuple(dict.fromkeys((*ends, *_stop_ids(fields.stop_token_ids, vocab_size)))),
             include_stop_str=bool(fields.include_stop_str_in_output),
             ignore_eos=bool(fields.ignore_eos),
             min_tokens=_first(fields.min_tokens, None, 0),
         )
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from error
+
+
+def routing_of(fields: CommonFields) -> Routing:
+    """What the scheduler and the cache are told about a request. Raises ApiError naming the wrong field."""
+    if not -(1 << 31) <= (fields.priority or 0) < 1 << 31:
+        raise invalid("priority", f"priority must fit 32 bits, got {fields.priority}")
+    return Routing(fields.prompt_cache_key or "", fields.cache_salt or "", fields.priority or 0)
 
 
 def clamp_max_tokens(
@@ -124,7 +134,7 @@ def seeds(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
     if sampling.seed is None:
         return (sampling,) * count
     first = sampling.seed
-    return tuple(replace(sampling, seed=first + index) for index in range(count))
+    return tuple(replace(sampling, seed=(first + index) & _SEED_MASK) for index in range(count))
 
 
 def check_refused(refused: dict[str, Any], harmless: dict[str, tuple[Any, ...]], why: dict[str, str]) -> None:
@@ -147,18 +157,29 @@ def _first(given: Any, default: Any, otherwise: Any) -> Any:
 def _seed(seed: int | None) -> int | None:
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed must fit 64 bits, got {seed}")
-    return None if seed is None else seed & ((1 << 63) - 1)
+    return None if seed is None else seed & _SEED_MASK
 
 
-def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    if bias and len(bias) > MAX_TOKEN_LIST:
+        raise ValueError(f"logit_bias must hold at most {MAX_TOKEN_LIST} tokens, got {len(bias)}")
     result = {}
     for key, value in (bias or {}).items():
-        if not key.isdecimal():
-            raise ValueError(f"logit_bias must have token ids as keys, got {key!r}")
+        if not key.isdecimal() or len(key) > 9 or int(key) >= vocab_size:
+            raise ValueError(f"logit_bias must have token ids below {vocab_size} as keys, got {key[:20]!r}")
         if not -100.0 <= value <= 100.0:
             raise ValueError(f"logit_bias must be between -100 and 100, got {value} for token {key}")
         result[int(key)] = value
     return result
+
+
+def _stop_ids(ids: list[int] | None, vocab_size: int) -> list[int]:
+    if ids and len(ids) > MAX_TOKEN_LIST:
+        raise ValueError(f"stop_token_ids must hold at most {MAX_TOKEN_LIST} ids, got {len(ids)}")
+    for value in ids or ():
+        if not 0 <= value < vocab_size:
+            raise ValueError(f"stop_token_ids must be token ids from 0 to {vocab_size - 1}, got {value}")
+    return ids or []
 
 
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -17,10 +17,11 @@ from quickturn.server.fields import (
     check_refused,
     choice_count,
     clamp_max_tokens,
+    routing_of,
     sampling_params,
     seeds,
 )
-from quickturn.server.generation import Generation, Piece, Prompt, Routing
+from quickturn.server.generation import Generation, Piece, Prompt
 from quickturn.server.openai_objects import chat_logprobs, new_id, usage_object
 from quickturn.server.state import ServerState
 from quickturn.server.streaming import DONE, EventStream, event_of, unless_gone
@@ -123,11 +124,11 @@ def _generation(state: ServerState, body: ChatBody, tokens: list[int]) -> Genera
         asked, param = body.max_tokens, "max_tokens"
     max_tokens = clamp_max_tokens(asked, param, len(tokens), "messages", state.max_context)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_params(body, state.tokenizer, max_tokens, logprobs)
+    sampling = sampling_params(body, state.tokenizer, state.vocab_size, max_tokens, logprobs)
     return Generation(
         state,
         [Prompt(tokens, seeds(sampling, count))],
-        Routing(body.prompt_cache_key or "", body.cache_salt or "", body.priority or 0),
+        routing_of(body),
         skip_special=body.skip_special_tokens is not False,
     )
 

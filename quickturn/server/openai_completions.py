@@ -17,10 +17,11 @@ from quickturn.server.fields import (
     check_refused,
     choice_count,
     clamp_max_tokens,
+    routing_of,
     sampling_params,
     seeds,
 )
-from quickturn.server.generation import Generation, Piece, Prompt, Routing
+from quickturn.server.generation import Generation, Piece, Prompt
 from quickturn.server.openai_chat import OFF_LOOP_BYTES
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
 from quickturn.server.state import ServerState
@@ -65,7 +66,7 @@ async def completions(request: Request) -> Response:
         prompts = await unless_gone(request, asyncio.to_thread(_prompts, state, body))
     else:
         prompts = _prompts(state, body)
-    routing = Routing(body.prompt_cache_key or "", body.cache_salt or "", body.priority or 0)
+    routing = routing_of(body)
     generation = Generation(state, prompts, routing, skip_special=body.skip_special_tokens is not False)
     reply = _Reply(state, body, generation, model)
     if body.stream:
@@ -88,7 +89,7 @@ def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
             raise invalid(place, f"{place} is empty: give at least one token to go on from")
         asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         max_tokens = clamp_max_tokens(asked, "max_tokens", len(tokens), place, state.max_context)
-        sampling = sampling_params(body, state.tokenizer, max_tokens, logprobs)
+        sampling = sampling_params(body, state.tokenizer, state.vocab_size, max_tokens, logprobs)
         prompts.append(Prompt(tokens, seeds(sampling, count)))
     return prompts
 

@@ -31,6 +31,12 @@ def chat(served: Served, **fields: Any) -> httpx.Response:
         ({"stop": ["x"] * 100}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
@@ -98,7 +104,9 @@ def test_unknown_and_harmless_fields_are_ignored(served: Served) -> None:
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": ' + b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": "\\ud83d"}', b'{"messages": ' + b"[" * 100_000]
+)
 def test_broken_body(served: Served, body: bytes) -> None:
     response = httpx.post(f"{served.url}/chat/completions", content=body)
     assert response.status_code == 400, response.text
@@ -133,6 +141,20 @@ def test_prompt_beyond_the_context(served: Served, length: int) -> None:
 def test_one_token_left_is_enough(served: Served) -> None:
     response = chat(served, messages=[{"role": "user", "content": "x" * (4096 - 20)}])
     assert response.json()["usage"]["completion_tokens"] == 1
+
+
+def test_extremes_that_are_fine(served: Served) -> None:
+    for fields in (
+        {"top_k": 1 << 60},
+        {"top_k": -1},
+        {"seed": -(1 << 63), "n": 2},
+        {"seed": (1 << 63) - 1, "n": 2},
+        {"max_tokens": 1 << 60},
+        {"temperature": 0, "top_p": 1e-9},
+        {"stop_token_ids": list(range(300))},
+    ):
+        response = chat(served, **fields)
+        assert response.status_code == 200, (fields, response.text)
 
 
 @pytest.mark.parametrize("how", ["refuse", "raise"])

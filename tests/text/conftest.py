@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from quickturn.text.model_files import embedded_model
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer
+
+# Other work on the machine must not fail a test.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
