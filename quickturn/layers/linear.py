@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from quickturn_kernels import LinearWeight, linear
+from quickturn_kernels import LinearWeight, linear, linear_silu_and_mul
 
 from quickturn.layers.forward import ForwardBatch
 
-__all__ = ["Head", "Linear", "LinearWeight"]
+__all__ = ["GatedLinear", "Head", "Linear", "LinearWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,18 @@ class Linear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[T, K] -> [T, N]`."""
         return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedLinear:
+    """SwiGLU (Shazeer 2020) up to its second product: `silu(gate) * up`, with `gate|up = x W^T + b`."""
+
+    weight: LinearWeight
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`[T, K] -> [T, I]`, with W `[2 I, K]`."""
+        return linear_silu_and_mul(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)

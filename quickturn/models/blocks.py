@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quickturn.models.base import Architecture
 from quickturn.models.config import DecoderShape
-from quickturn.models.declare import Attend, Column, Declaration, Embed, Head, Norm, Part
+from quickturn.models.declare import Attend, Column, Declaration, Embed, GatedColumn, Head, Norm, Part
 
 
 def qkv_proj(attn: str, shape: DecoderShape, bias: bool) -> Column:
@@ -33,10 +33,10 @@ def attend(attn: str, shape: DecoderShape, layer: int, norms: tuple[str, str] | 
     )
 
 
-def gate_up_proj(mlp: str, shape: DecoderShape, bias: bool) -> Column:
-    """The gate and up maps of module `mlp` as one."""
-    parts = (Part(f"{mlp}.gate_proj", shape.intermediate), Part(f"{mlp}.up_proj", shape.intermediate))
-    return Column(f"{mlp}.gate_up_proj", "dense", shape.hidden, parts, bias)
+def gate_up_proj(mlp: str, shape: DecoderShape, bias: bool) -> GatedColumn:
+    """The gate and up maps of module `mlp` as one, and the activation between them."""
+    gate, up = Part(f"{mlp}.gate_proj", shape.intermediate), Part(f"{mlp}.up_proj", shape.intermediate)
+    return GatedColumn(f"{mlp}.gate_up_proj", "dense", shape.hidden, gate, up, bias)
 
 
 def decoder(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from quickturn.layers import activation, attention, embedding, linear, norm
+from quickturn.layers import attention, embedding, linear, norm
 from quickturn.layers.linear import LinearWeight
 from quickturn.layers.rotary import Rotary
 from quickturn.parallel.placement import Axis, Partial, Placement, Replicate, Shard, Step
@@ -131,6 +131,30 @@ class Column:
 
 
 @dataclass(frozen=True)
+class GatedColumn:
+    """`silu(gate) * up` of two linear maps of one input, their outputs shared out alike: Replicate to
+    Shard(-1).
+    """
+
+    name: str
+    axis: Axis
+    columns: int
+    gate: Part
+    up: Part
+    bias: bool = False
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """`weight` `[2 I, columns]`, the gate's rows first, and `bias` `[2 I]`."""
+        parts = (self.gate, self.up)
+        return _linear_weights(self.name, self.axis, self.columns, parts, self.bias, Shard(0), Shard(0))
+
+    def step(self, materials: Materials) -> Step:
+        """`[T, K] -> [T, I]`."""
+        map = _linear(self.name, self.bias, materials)
+        return Step(self.name, self.axis, Replicate(), Shard(-1), linear.GatedLinear(map.weight, map.bias))
+
+
+@dataclass(frozen=True)
 class Row:
     """A linear map whose input features are shared out: Shard(-1) to Partial."""
 
@@ -197,22 +221,6 @@ class Attend:
             eps=self.eps,
         )
         return Step(self.name, "attn", Shard(-1), Shard(-1), run)
-
-
-@dataclass(frozen=True)
-class SiluAndMul:
-    """`silu(gate) * up` of a fused, shared-out `gate|up`."""
-
-    name: str
-    axis: Axis
-
-    def weights(self) -> tuple[WeightSpec, ...]:
-        """None."""
-        return ()
-
-    def step(self, materials: Materials) -> Step:
-        """`[T, 2 I] -> [T, I]`."""
-        return Step(self.name, self.axis, Shard(-1), Shard(-1), activation.SiluAndMul())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quickturn.models.base import Architecture
 from quickturn.models.blocks import attend, decoder, gate_up_proj, qkv_proj
 from quickturn.models.config import DecoderShape, HfConfig, decoder_shape
-from quickturn.models.declare import Declaration, Norm, Row, SiluAndMul
+from quickturn.models.declare import Declaration, Norm, Row
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,5 @@ def decoder_layer(config: LlamaConfig, index: int) -> tuple[Declaration, ...]:
         Row(f"{attn}.o_proj", "attn", shape.heads * shape.head_dim, shape.hidden, config.attention_bias),
         Norm(f"{here}.post_attention_layernorm", shape.hidden, shape.eps, "dense"),
         gate_up_proj(mlp, shape, config.mlp_bias),
-        SiluAndMul(f"{mlp}.act", "dense"),
         Row(f"{mlp}.down_proj", "dense", shape.intermediate, shape.hidden, config.mlp_bias),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quickturn.models.base import Architecture
 from quickturn.models.blocks import attend, decoder, gate_up_proj, qkv_proj
 from quickturn.models.config import DecoderShape, HfConfig, decoder_shape, window_layers
-from quickturn.models.declare import Declaration, Norm, Row, SiluAndMul
+from quickturn.models.declare import Declaration, Norm, Row
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,5 @@ def decoder_layer(config: Qwen3Config, index: int) -> tuple[Declaration, ...]:
         Row(f"{attn}.o_proj", "attn", shape.heads * shape.head_dim, shape.hidden, config.attention_bias),
         Norm(f"{here}.post_attention_layernorm", shape.hidden, shape.eps, "dense"),
         gate_up_proj(mlp, shape, bias=False),
-        SiluAndMul(f"{mlp}.act", "dense"),
         Row(f"{mlp}.down_proj", "dense", shape.intermediate, shape.hidden),
     )
