@@ -69,6 +69,7 @@ class Policy:
     - `fairness`: a request with a short prefill passes those that arrived at most this long before it.
     - `share_wait`: longest wait for another request that computes the same prefix.
     - `checkpoint_stride`: tokens between state checkpoints inside a long prompt.
+    - `checkpoint_tail`: a state checkpoint so many tokens before the end of a prompt: templates and clients rewrite the tail of a turn.
     - `eviction_hold`: what a block of mean recompute cost per byte is worth, as seconds of age.
     - `max_hold`, `max_hold_share`: bounds of `hold`: seconds, and share of the pool.
     - `demote_below`: cached blocks are copied to the next tier while less than this share of the pool is free.
@@ -81,6 +82,7 @@ class Policy:
     fairness: float
     share_wait: float
     checkpoint_stride: int
+    checkpoint_tail: int
     eviction_hold: float
     max_hold: float
     max_hold_share: float
@@ -95,6 +97,7 @@ class Policy:
         fairness: float = 5.0,
         share_wait: float = 10.0,
         checkpoint_stride: int = 16384,
+        checkpoint_tail: int = 512,
         eviction_hold: float = 30.0,
         max_hold: float = 300.0,
         max_hold_share: float = 0.5,

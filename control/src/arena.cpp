@@ -43,7 +43,8 @@ BlockRef Arena::allocate(GroupId g, BlockId near) {
         const std::uint32_t id = slab_of(g, near);
         if (slabs_[id].group == g && slabs_[id].partial) return take(g, id);
     }
-    if (!free_slabs_.empty()) {
+    const bool plenty = free_slabs_.size() * 8 > slabs_.size();
+    if (!free_slabs_.empty() && (plenty || group.partial == kNone)) {
         const std::uint32_t id = free_slabs_.back();
         free_slabs_.pop_back();
         Slab& slab = slabs_[id];

@@ -9,6 +9,14 @@ namespace {
 // Attention makes a token at this depth cost twice one at the start, about right for the models that agents use.
 constexpr double kDoubleCostDepth = 32768.0;
 
+// Spare checkpoints count as an hour older than they are, and what it costs to make them again counts more.
+constexpr Tick kSpareAge = static_cast<Tick>(3600 * kTicksPerSecond);
+constexpr std::uint32_t kSpareBonus = 16;
+static_assert(kFirstTick > 2 * kSpareAge);
+
+// Fetching a block from the tier below costs about this much less than computing it again.
+constexpr std::uint32_t kCheaperToLoad = 4;
+
 // How much longer a block is kept for costing `ratio` times the mean a byte; grows slower and slower, at most 8 times `hold`.
 std::uint32_t bonus(std::uint32_t hold, double ratio) { return static_cast<std::uint32_t>(hold * (ratio / (1.0 + ratio / 8.0))); }
 
@@ -41,12 +49,26 @@ PrefixIndex::PrefixIndex(const SchedulerConfig& config, Storage& storage, EventL
       table_(config.prefix_cache ? expected_nodes(config, full_groups_) : 0),
       tiers_(static_cast<std::size_t>(storage.num_tiers())) {}
 
-std::uint32_t PrefixIndex::key(const Node& node) const {
+std::uint32_t PrefixIndex::key_of(NodeId id, TierId tier) const {
+    const Node& node = nodes_[id];
     if (node.used == 0) return 0;
-    return node.used + bonus(hold_ticks_, 1.0 + node.depth * static_cast<double>(config_.block_tokens) / kDoubleCostDepth);
+    const std::uint32_t extra = bonus(hold_ticks_, 1.0 + node.depth * static_cast<double>(config_.block_tokens) / kDoubleCostDepth);
+    for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
+        if (has_copy(id, static_cast<TierId>(below))) return node.used + extra / kCheaperToLoad;
+    }
+    return node.used + extra;
 }
 
-std::uint32_t PrefixIndex::key(const Side& side) { return side.used == 0 ? 0 : side.used + side.bonus; }
+std::uint32_t PrefixIndex::key_of_side(SideId id, TierId tier) const {
+    const Side& side = sides_[id];
+    // Left behind by its session: what would be cheap to make again goes first, so that the rest is spread over the context.
+    if (side.used == 0) return side.bonus;
+    if (side.spare) return side.used - kSpareAge + kSpareBonus * side.bonus;
+    for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
+        if (side.block[below] != kNoBlock) return side.used + side.bonus / kCheaperToLoad;
+    }
+    return side.used + side.bonus;
+}
 
 NodeId PrefixIndex::find(const Hash128& hash) const { return table_.find(hash, hash_of()); }
 
@@ -97,7 +119,10 @@ SidePin PrefixIndex::pin_side(SideId id, bool use) {
 
 void PrefixIndex::unpin_side(SideId id, bool use) {
     Side& side = sides_[id];
-    if (use) side.used = std::max(side.used, now_);
+    if (use) {
+        side.used = std::max(side.used, now_);
+        side.spare = false;
+    }
     if (--side.pins == 0) {
         if (side.block[kDevice] != kNoBlock) storage_.device().unfix(side.group, side.block[kDevice]);
         refresh_side(id);
@@ -177,6 +202,7 @@ void PrefixIndex::install(NodeId id, TierId t, std::span<BlockRef> blocks) {
         refresh(parent);
     }
     refresh(id);
+    if (t > 0) rekey(id);
 }
 
 SideId PrefixIndex::side(NodeId node, GroupId group) const {
@@ -185,7 +211,7 @@ SideId PrefixIndex::side(NodeId node, GroupId group) const {
     return id;
 }
 
-SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost) {
+SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost, bool spare) {
     SideId id = side(node, group);
     if (id == kNone) {
         if (!free_sides_.empty()) {
@@ -201,10 +227,12 @@ SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, st
         sides_[id].node = node;
         sides_[id].next = std::exchange(first_side_[node], id);
         sides_[id].group = group;
+        sides_[id].spare = spare;
         sides_[id].bonus = bonus(hold_ticks_, cost / (static_cast<double>(config_.block_tokens) * bytes));
         ++live_sides_;
     }
     sides_[id].used = std::max(sides_[id].used, now_);
+    sides_[id].spare = sides_[id].spare && spare;
     install_side(id, kDevice, block);
     return id;
 }
@@ -216,6 +244,7 @@ void PrefixIndex::install_side(SideId id, TierId t, BlockRef& block) {
     if (t == kDevice && side.pins == 0) storage_.device().unfix(side.group, side.block[t]);
     log(EventKind::stored, t, side.group, side.node);
     refresh_side(id);
+    if (t > 0) rekey_side(id);
 }
 
 // ---- leaving
@@ -234,7 +263,7 @@ void PrefixIndex::refresh(NodeId id) {
         if (want == (tier.cells[id].heap != kNone)) continue;
         const auto place = [&tier](NodeId at) -> std::uint32_t& { return tier.cells[at].heap; };
         if (want) {
-            tier.heap.push(key(node), id, place);
+            tier.heap.push(key_of(id, t), id, place);
         } else {
             tier.heap.remove(id, place);
         }
@@ -242,11 +271,12 @@ void PrefixIndex::refresh(NodeId id) {
 }
 
 void PrefixIndex::rekey(NodeId id) {
-    for (auto& tier : tiers_) {
+    for (TierId t = 0; t < tiers_.size(); ++t) {
+        Tier& tier = tiers_[t];
         if (tier.cells[id].heap == kNone) continue;
         const auto place = [&tier](NodeId at) -> std::uint32_t& { return tier.cells[at].heap; };
         tier.heap.remove(id, place);
-        tier.heap.push(key(nodes_[id]), id, place);
+        tier.heap.push(key_of(id, t), id, place);
     }
 }
 
@@ -257,7 +287,7 @@ void PrefixIndex::refresh_side(SideId id) {
         if (want == (side.heap[t] != kNone)) continue;
         const auto place = [this, t](SideId at) -> std::uint32_t& { return sides_[at].heap[t]; };
         if (want) {
-            tiers_[t].side_heaps[side.group].push(key(side), id, place);
+            tiers_[t].side_heaps[side.group].push(key_of_side(id, t), id, place);
         } else {
             tiers_[t].side_heaps[side.group].remove(id, place);
         }
@@ -270,7 +300,7 @@ void PrefixIndex::rekey_side(SideId id) {
         if (side.heap[t] == kNone) continue;
         const auto place = [this, t](SideId at) -> std::uint32_t& { return sides_[at].heap[t]; };
         tiers_[t].side_heaps[side.group].remove(id, place);
-        tiers_[t].side_heaps[side.group].push(key(side), id, place);
+        tiers_[t].side_heaps[side.group].push(key_of_side(id, t), id, place);
     }
 }
 

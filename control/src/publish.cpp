@@ -85,12 +85,14 @@ void Scheduler::publish_snapshots(Request& request) {
 
 void Scheduler::publish_snapshot(Request& request, Snapshot&& snapshot) {
     Holding& cache = request.cache();
+    const auto prompt_end = static_cast<std::uint32_t>(request.prompt / config_.block_tokens);
+    const bool spare = snapshot.keep && snapshot.boundary != prompt_end;
     NodeId node = cache.tip.node();
     for (std::uint32_t depth = cache.published; depth > snapshot.boundary; --depth) node = cache_.index().parent(node);
     for (std::size_t s = 0; s < state_groups_.size(); ++s) {
-        const SideId side = cache_.index().publish_side(node, state_groups_[s], snapshot.blocks[s], snapshot.cost);
+        const SideId side = cache_.index().publish_side(node, state_groups_[s], snapshot.blocks[s], snapshot.cost, spare);
         // The step that starts at the boundary reads it, and may be out.
-        cache_.limbo().keep(request.last_step, cache_.index().pin_side(side));
+        cache_.limbo().keep(request.last_step, cache_.index().pin_side(side, false));
         queue_demotion(cache_.index().hash(node), state_groups_[s]);
         if (snapshot.blocks[s]) cache_.limbo().keep(request.last_step, std::move(snapshot.blocks[s]));
     }

@@ -113,6 +113,8 @@ void Scheduler::want_checkpoints(Request& request, const RequestSpec& spec) cons
     for (const std::int64_t position : spec.boundaries) {
         if (position > 0 && position <= request.prompt) want_checkpoint(request, static_cast<std::uint32_t>(position / config_.block_tokens));
     }
+    const std::int32_t tail = config_.policy.checkpoint_tail;
+    if (tail > 0 && request.prompt > tail) want_checkpoint(request, static_cast<std::uint32_t>((request.prompt - tail) / config_.block_tokens));
     const std::int64_t stride = config_.policy.checkpoint_stride;
     for (std::int64_t at = stride; stride > 0 && at < request.prompt; at += stride) {
         want_checkpoint(request, static_cast<std::uint32_t>(at / config_.block_tokens));

@@ -5,7 +5,7 @@
 
 namespace quickturn::control {
 
-Tick Scheduler::tick(double time) const { return 1 + static_cast<Tick>(std::max(0.0, time - *time_base_) * kTicksPerSecond); }
+Tick Scheduler::tick(double time) const { return kFirstTick + static_cast<Tick>(std::max(0.0, time - *time_base_) * kTicksPerSecond); }
 
 void Scheduler::note_turn(Request& request) {
     const Holding& cache = request.cache();
@@ -14,7 +14,8 @@ void Scheduler::note_turn(Request& request) {
     Session& session = sessions_.use(request.session);
     std::vector<Hash128> checkpoints;
     const auto prompt_end = static_cast<std::uint32_t>(request.prompt / config_.block_tokens);
-    for (const std::uint32_t depth : {prompt_end, cache.published}) {
+    const auto tail = static_cast<std::uint32_t>(std::max(0, request.prompt - config_.policy.checkpoint_tail) / config_.block_tokens);
+    for (const std::uint32_t depth : {tail, prompt_end, cache.published}) {
         if (depth > 0 && depth <= cache.published) checkpoints.push_back(request.hashes[depth - 1]);
     }
     for (const Hash128& old : session.checkpoints) {

@@ -152,15 +152,15 @@ bool Scheduler::demote(const Demotion& demotion, TierId from) {
         const auto group = static_cast<GroupId>(demotion.side_group);
         what = {kNone, index.side(node, group)};
         if (what.side == kNone || index.side_block(what.side, from) == kNoBlock || index.side_block(what.side, to) != kNoBlock) return false;
-        if (index.key_of_side(what.side) == 0) return false;
+        if (index.is_side_superseded(what.side)) return false;
         if (book_.find(what, to) != nullptr) return false;
         const SidePin kept = index.pin_side(what.side, false);  // making room below must not take what is to be copied
-        blocks.push_back(room_below(to, group, index.key_of_side(what.side)));
+        blocks.push_back(room_below(to, group, index.key_of_side(what.side, to)));
         if (!blocks.back()) return false;
         start_job(what, from, to, std::move(blocks), draft_->transfers_after);
         return true;
     }
-    if (index.full_groups().empty() || !index.has_copy(node, from) || index.has_copy(node, to) || index.key_of(node) == 0) return false;
+    if (index.full_groups().empty() || !index.has_copy(node, from) || index.has_copy(node, to) || index.is_superseded(node)) return false;
     if (book_.find(what, to) != nullptr) return false;
     // In every tier the end of a chain goes first and comes last: a copy without the one before it would be of no use, and would keep
     // the one before it where it is.
@@ -168,7 +168,7 @@ bool Scheduler::demote(const Demotion& demotion, TierId from) {
     if (parent != kNone && !index.has_copy(parent, to) && book_.find({parent, kNone}, to) == nullptr) return false;
     const NodePin kept = index.pin(node, false);
     for (const GroupId group : index.full_groups()) {
-        blocks.push_back(room_below(to, group, index.key_of(node)));
+        blocks.push_back(room_below(to, group, index.key_of(node, to)));
         if (!blocks.back()) return false;
     }
     start_job(what, from, to, std::move(blocks), draft_->transfers_after);

@@ -59,7 +59,8 @@ class Arena {
     Arena& operator=(const Arena&) = delete;
 
     // A free block of the group; empty if there is none. Blocks of one context keep together, so that whole slabs come free when
-    // it goes: first the slab of `near` (the context's block before, or kNoBlock), then a free slab, then any slab with room.
+    // it goes: first the slab of `near` (the context's block before, or kNoBlock), then a free slab while there are plenty, then any slab
+    // with room.
     BlockRef allocate(GroupId group, BlockId near);
 
     // Hands the block from its RAII owner to the prefix index, and back. It stays fixed.

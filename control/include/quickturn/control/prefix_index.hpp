@@ -101,8 +101,9 @@ class PrefixIndex {
     // Enters the block after `parent`. Takes `blocks` (one for each full group), unless the node has its copy on the device already.
     NodePin publish(const NodePin& parent, const Hash128& hash, std::span<BlockRef> blocks);
     // Enters a window block or a checkpoint at a node, taking `block` unless the node has one of the group on the device already.
-    // `cost` is what it would take to compute it again, in tokens.
-    SideId publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost);
+    // `cost` is what it would take to compute it again, in tokens. A `spare` one only helps those who part from a context in its
+    // middle: until it was used once, it goes before everything that somebody is likely to extend.
+    SideId publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost, bool spare = false);
 
     NodeId parent(NodeId node) const { return nodes_[node].parent; }
     std::uint32_t depth(NodeId node) const { return node == kNone ? 0 : nodes_[node].depth; }
@@ -127,8 +128,11 @@ class PrefixIndex {
     SideId side_victim(TierId tier, GroupId group) const;
     std::uint32_t chain_key(TierId tier) const { return tiers_[tier].heap.top().key; }
     std::uint32_t side_key(TierId tier, GroupId group) const { return tiers_[tier].side_heaps[group].top().key; }
-    std::uint32_t key_of(NodeId node) const { return key(nodes_[node]); }
-    std::uint32_t key_of_side(SideId side) const { return key(sides_[side]); }
+    // What a copy in the tier is worth.
+    std::uint32_t key_of(NodeId node, TierId tier) const;
+    std::uint32_t key_of_side(SideId side, TierId tier) const;
+    bool is_superseded(NodeId node) const { return nodes_[node].used == 0; }
+    bool is_side_superseded(SideId side) const { return sides_[side].used == 0; }
     // Removes the victim's copy from the tier.
     void evict_chain(TierId tier);
     void evict_side(TierId tier, GroupId group);
@@ -172,6 +176,7 @@ class PrefixIndex {
         Tick used = 0;
         std::uint32_t bonus = 0;
         GroupId group = 0;
+        bool spare = false;
         std::array<BlockId, kMaxTiers> block{kNoBlock, kNoBlock, kNoBlock};
         std::array<std::uint32_t, kMaxTiers> heap{kNone, kNone, kNone};
     };
@@ -192,8 +197,6 @@ class PrefixIndex {
     NodeId new_node(const Hash128& hash, NodeId parent);
     bool has_any_copy(NodeId node) const;
     bool windows_reach(NodeId node, std::uint32_t depth, std::uint32_t& missing) const;
-    std::uint32_t key(const Node& node) const;
-    static std::uint32_t key(const Side& side);
     void log(EventKind kind, TierId tier, GroupId group, NodeId node);
     auto hash_of() const {
         return [this](NodeId id) -> const Hash128& { return hashes_[id]; };
@@ -206,7 +209,7 @@ class PrefixIndex {
     std::vector<GroupId> window_groups_;
     std::vector<GroupId> state_groups_;
     std::uint32_t hold_ticks_;
-    Tick now_ = 1;
+    Tick now_ = kFirstTick;
     NodeTable table_;
     std::vector<Node> nodes_;
     std::vector<Hash128> hashes_;     // by node

@@ -15,7 +15,7 @@ namespace quickturn::control {
 
 struct Session {
     std::uint64_t stamp = 0;               // of its last use: the least recently used sessions are forgotten
-    std::vector<Hash128> checkpoints;      // of its last turn: end of the prompt, end of the answer
+    std::vector<Hash128> checkpoints;      // of its last turn: before the end of the prompt, there, end of the answer
     Hash128 tip;                           // end of its last turn
     std::uint32_t depth = 0;
     double hold_seconds = 0.0;             // asked for while its turn still ran

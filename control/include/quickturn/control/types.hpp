@@ -26,8 +26,10 @@ inline constexpr int kMaxTiers = 3;
 inline constexpr int kMaxGroups = 8;
 
 // Times inside the cache are counted in ticks of 10 ms since the first time that the scheduler was told: 32 bits last 497 days.
+// They start well above zero: what is worth less than anything in use has the numbers below.
 using Tick = std::uint32_t;
 inline constexpr double kTicksPerSecond = 100.0;
+inline constexpr Tick kFirstTick = 1u << 20;
 
 enum class GroupKind : std::uint8_t { full, window, state };
 
