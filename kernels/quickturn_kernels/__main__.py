@@ -36,6 +36,8 @@ def print_list(device_name: str | None, dtype: torch.dtype) -> None:
     if machine.device == "cuda":
         parts.append("capability {}.{}".format(*machine.capability))
     print(f"{machine.device}: {', '.join(parts)}; calls with {dtype}")
+    # Some ops are defined by the tiers themselves.
+    registry.load(every_tier=True)
     for op in registry.ops():
         taken = _taken(op, device, dtype)
         print(op)

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,6 +80,20 @@ def interpreting() -> bool:
 
 
 @cache
+def interpreter_works() -> bool:
+    """Whether Triton's interpreter runs beside this numpy.
+
+    Triton before 3.7 calls int() on arrays of one element, which numpy refuses since 2.4.
+    """
+    if not has_triton():
+        return False
+    triton, numpy = (
+        tuple(int(part) for part in version(name).split(".")[:2]) for name in ("triton", "numpy")
+    )
+    return triton >= (3, 7) or numpy < (2, 4)
+
+
+@cache
 def describe(device: torch.device) -> Platform:
     """Describe the platform that a device belongs to."""
     if device.type == "cuda":
@@ -127,5 +142,5 @@ def _describe_cpu() -> Platform:
         cpu_features=features,
         units=torch.get_num_threads(),
         memory=memory,
-        interpreter=interpreting() and has_triton(),
+        interpreter=interpreting() and interpreter_works(),
     )

@@ -1,37 +1,26 @@
 """Every implementation that runs here against the reference, over every case of the numerics suite."""
 
-import importlib.metadata
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from conftest import DEVICE
 
 from quickturn_kernels import numerics, platform, registry
 from quickturn_kernels.numerics.check import Case, Result
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
+DEVICE = torch.device(platform.current().device)
+RUNS_TRITON = DEVICE.type == "cuda" or platform.interpreter_works()
 RUNS = [(case, name) for case in numerics.cases() for name in case.takers(DEVICE)]
-
-
-def interpreter_is_broken() -> bool:
-    """Triton before 3.7 calls int() on arrays of one element, which numpy refuses since 2.4."""
-    if DEVICE.type == "cuda" or not platform.has_triton():
-        return False
-    triton = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
-    return triton < (3, 7) and tuple(int(part) for part in np.__version__.split(".")[:2]) >= (2, 4)
 
 
 @pytest.mark.parametrize(("case", "name"), RUNS, ids=[f"{case.op}-{name}-{case.name}" for case, name in RUNS])
 def test_implementation_agrees_with_reference(case: Case, name: str, device: torch.device, seed: int) -> None:
-    if name == "triton" and interpreter_is_broken():
-        pytest.skip("this triton's interpreter does not work with this numpy")
     numerics.check(case, name, seed, device)
 
 
-@pytest.mark.skipif(not platform.has_triton(), reason="triton is not installed")
+@pytest.mark.skipif(not RUNS_TRITON, reason="needs triton, and a GPU or a working interpreter")
 def test_portable_tier_is_complete_for_dense_decoders() -> None:
     portable = {case.op for case, name in RUNS if name == "triton"}
     assert portable >= {

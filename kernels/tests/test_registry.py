@@ -168,7 +168,11 @@ def test_list_prints_every_op_and_marks_one(capsys: pytest.CaptureFixture[str]) 
     for name in registry.ops():
         start = lines.index(name)
         block = lines[start + 1 :][: len(registry.implementations(name))]
-        assert sum(line.startswith("  * ") for line in block) == 1, name
+        taken_here = sum(line.startswith("  * ") for line in block)
+        # An op may exist for other dtypes only, but not one that has a reference.
+        assert taken_here == 1 or (
+            taken_here == 0 and "reference" not in registry.ops()[name].implementations
+        )
 
 
 IMPORT_ALONE = """
