@@ -7,8 +7,9 @@ PROMPT ?=
 TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
-CPP := $(shell find control kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.h' | grep -v /build/)
-NATIVE := $(CPP) $(shell find control kernels -name CMakeLists.txt -o -name pyproject.toml | grep -v /build/)
+CPP := $(shell find control kernels -path '*/build' -prune -o \
+  \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
+NATIVE := $(CPP) $(shell find control kernels -name CMakeLists.txt -o -name pyproject.toml)
 
 .PHONY: chat serve test lint unit bench install clean
 
@@ -45,10 +46,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
+	cd kernels && $(abspath $(BIN))/mypy
 	$(BIN)/lint-imports
 
 # The control plane's own unit and compile-fail tests, with the address and undefined-behaviour sanitizers on.
 unit: $(VENV)/.dev
+	@test -e /usr/include/doctest/doctest.h || { apt-get -qq update && apt-get -qq install -y doctest-dev; } \
+	  || { echo "the C++ tests need doctest: install Debian's doctest-dev or your system's package"; exit 1; }
 	@$(BIN)/cmake -S control -B build/control -G Ninja -DCMAKE_BUILD_TYPE=Debug -DQUICKTURN_SANITIZE=ON -DQUICKTURN_PYTHON=OFF \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 	@$(BIN)/cmake --build build/control
