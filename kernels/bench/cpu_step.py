@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import quickturn_kernels as kernels
-from quickturn_kernels.ops.linear.quantized import Format, quantize_linear
+from quickturn_kernels.ops.linear import Quantization
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 30, 576, 9, 3, 64, 1536, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -74,12 +74,12 @@ def make_layers(dtype: torch.dtype) -> list[Layer]:
 
 
 def ops_step(
-    case: Case, layers: list[Layer], table: Tensor, dtype: torch.dtype, quantize: Format | None
+    case: Case, layers: list[Layer], table: Tensor, dtype: torch.dtype, quantize: Quantization | None
 ) -> Callable[[], Tensor]:
     """The step through the ops, over a paged cache."""
 
     def prepare(weight: Tensor) -> kernels.LinearWeight:
-        return kernels.prepare_linear(weight) if quantize is None else quantize_linear(weight, quantize)
+        return kernels.prepare_linear(weight, quantize=quantize)
 
     prepared = [
         tuple(prepare(weight) for weight in (layer.qkv, layer.output, layer.gate_up, layer.down))

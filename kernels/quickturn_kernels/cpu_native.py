@@ -30,14 +30,13 @@ MAX_HEAD_DIM = 256
 def register_native(
     op: str,
     *,
-    name: str = "cpu",
     dtypes: tuple[torch.dtype, ...] = tuple(CODES),
     traits: Mapping[str, Container[Hashable]] | None = None,
 ) -> Callable[[F], F]:
     """Register a function that uses the extension, if there is one."""
     if not AVAILABLE:
         return lambda function: function
-    return register(op, name=name, platform=CPU, dtypes=dtypes, traits=traits, priority=Priority.PERFORMANCE)
+    return register(op, name="cpu", platform=CPU, dtypes=dtypes, traits=traits, priority=Priority.PERFORMANCE)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import cpu_native
-from quickturn_kernels.ops.linear.quantized import Format, quantize_linear
+from quickturn_kernels.ops.linear import Quantization
 
 if not cpu_native.AVAILABLE:
     pytest.skip("the CPU extension is not built", allow_module_level=True)
@@ -15,7 +15,7 @@ from quickturn_kernels import _cpu
 
 needs_tiles = pytest.mark.skipif(not cpu_native.HAS_TILES, reason="no AMX")
 SIZES = ((960, 576), (33, 64), (16, 1536), (7, 40), (5, 33))
-FORMATS: tuple[Format, ...] = ("int8", "int4")
+FORMATS: tuple[Quantization, ...] = ("int8", "int4")
 
 
 @pytest.fixture
@@ -84,8 +84,8 @@ def dequantised(weight: kernels.LinearWeight) -> Tensor:
 @needs_tiles
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("size", [(96, 64), (33, 576), (70, 1536)])
-def test_quantised_products(generator: torch.Generator, format: Format, size: tuple[int, int]) -> None:
-    prepared = quantize_linear(random(generator, *size), format)
+def test_quantised_products(generator: torch.Generator, format: Quantization, size: tuple[int, int]) -> None:
+    prepared = kernels.prepare_linear(random(generator, *size), quantize=format)
     weight = dequantised(prepared)
     bias = random(generator, size[0], dtype=torch.bfloat16)
     for rows in (0, 1, 2, 16, 17, 33, 100):
@@ -105,7 +105,7 @@ def test_int8_follows_q8_0(generator: torch.Generator) -> None:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
     numbers = (groups / scale.where(scale > 0, 1)).round()
     expected = (numbers * scale).view(40, 64).bfloat16()
-    assert torch.equal(dequantised(quantize_linear(weight, "int8")), expected)
+    assert torch.equal(dequantised(kernels.prepare_linear(weight, quantize="int8")), expected)
 
 
 @needs_tiles
@@ -115,14 +115,14 @@ def test_int4_returns_the_numbers_of_q4_1(generator: torch.Generator) -> None:
     scale = (torch.rand(40, 2, 1, generator=generator) / 20 + 1e-3).half().float()
     minimum = random(generator, 40, 2, 1).half().float()
     weight = (numbers * scale + minimum).view(40, 64)
-    assert torch.equal(dequantised(quantize_linear(weight, "int4")), weight.bfloat16())
+    assert torch.equal(dequantised(kernels.prepare_linear(weight, quantize="int4")), weight.bfloat16())
 
 
 def test_a_format_that_nobody_has_is_refused(generator: torch.Generator) -> None:
     with pytest.raises(LookupError):
-        quantize_linear(random(generator, 4, 40), "int8")
+        kernels.prepare_linear(random(generator, 4, 40), quantize="int8")
     with pytest.raises(LookupError):
-        quantize_linear(random(generator, 4, 64), "int3")  # type: ignore[arg-type]
+        kernels.prepare_linear(random(generator, 4, 64), quantize="int3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ class LinearWeight:
     tensors: tuple[Tensor, ...]
 
 
+Quantization = Literal["int8", "int4"]
+
 _PREPARE: Op[Callable[[Tensor, int | None], LinearWeight]] = define("prepare_linear")
+_QUANTIZE: Op[Callable[[Tensor, Quantization], LinearWeight]] = define("quantize_linear", "format")
 _LINEAR: Op[Callable[[Tensor, LinearWeight, Tensor | None, torch.dtype | None], Tensor]] = define(
     "linear", "layout", "rows"
 )
@@ -41,12 +45,24 @@ def rows_class(rows: int) -> str:
     return "few" if rows <= FEW_ROWS else "many"
 
 
-def prepare_linear(weight: Tensor, *, max_rows_hint: int | None = None) -> LinearWeight:
+def prepare_linear(
+    weight: Tensor, *, max_rows_hint: int | None = None, quantize: Quantization | None = None
+) -> LinearWeight:
     """Lay a weight out for `linear` on its device; done once at load.
 
     weight: [N, K] row-major; it may be kept or copied, so the caller drops its own reference.
     max_rows_hint: the most rows that x will usually have (None: anything from one row to a long prompt).
+    quantize: keep fewer bits of a float32 or bfloat16 weight; x is then bfloat16. Groups of 32 of a row's K
+    elements share their parameters, in float16: int8 is `d q` with -127 <= q <= 127 (GGML's Q8_0), int4 is
+    `d q + m` with 0 <= q <= 15 (Q4_1). A float32 weight that was dequantised from one of these gets its own
+    numbers back, so that nothing is lost twice. Raises LookupError where no implementation can.
     """
+    if quantize is not None:
+        key = (weight.device, weight.dtype, quantize)
+        quantizer = _QUANTIZE.table.get(key)
+        if quantizer is None:
+            quantizer = _QUANTIZE.bind(*key)
+        return quantizer(weight, quantize)
     function = _PREPARE.table.get((weight.device, weight.dtype))
     if function is None:
         function = _PREPARE.bind(weight.device, weight.dtype)

@@ -10,8 +10,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from quickturn_kernels.cpu_native import AVAILABLE, CODES, HAS_TILES, address, register_native, rows_of
-from quickturn_kernels.ops.linear import PLAIN, LinearWeight
-from quickturn_kernels.ops.linear.quantized import Format
+from quickturn_kernels.ops.linear import PLAIN, LinearWeight, Quantization
 
 if AVAILABLE:
     from quickturn_kernels import _cpu
@@ -41,8 +40,8 @@ def prepare_linear(weight: Tensor, max_rows_hint: int | None) -> LinearWeight:
     return LinearWeight((columns, features), weight.dtype, TILES, (packed,))
 
 
-def quantize_linear(weight: Tensor, format: Format) -> LinearWeight:
-    """See `quickturn_kernels.ops.linear.quantized.quantize_linear`."""
+def quantize_linear(weight: Tensor, format: Quantization) -> LinearWeight:
+    """See `quickturn_kernels.prepare_linear`."""
     columns, features = weight.shape
     if features % PANEL != 0:
         raise LookupError(f"groups of {PANEL} don't divide {features} input features")
@@ -60,9 +59,14 @@ if HAS_TILES:
     register_native("quantize_linear", traits={"format": {"int8", "int4"}})(quantize_linear)
 
 
-@register_native("linear", traits={"layout": {PLAIN}})
+LAYOUTS = frozenset({PLAIN, TILES, *QUANTIZED})
+
+
+@register_native("linear", traits={"layout": LAYOUTS})
 def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """See `quickturn_kernels.linear`."""
+    if weight.layout != PLAIN:
+        return _linear_tiles(x, weight, bias, out_dtype)
     plain = weight.tensors[0]
     rows, columns = x.shape[0], weight.shape[0]
     if rows > STREAM_ROWS or x.dtype != plain.dtype or plain.stride(1) != 1:
@@ -87,11 +91,11 @@ def linear(x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torc
     return out
 
 
-@register_native("linear", name="cpu-tiles", dtypes=(torch.bfloat16,), traits={"layout": {TILES, *QUANTIZED}})
-def linear_tiles(
+def _linear_tiles(
     x: Tensor, weight: LinearWeight, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """See `quickturn_kernels.linear`."""
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"layout {weight.layout} takes bfloat16, x is {x.dtype}")
     if x.stride(1) != 1:
         x = x.contiguous()
     rows = x.shape[0]
