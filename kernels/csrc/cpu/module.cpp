@@ -140,6 +140,7 @@ NB_MODULE(_cpu, m) {
   m.def("stream_linear", &stream_linear);
   m.def("tile_linear", &tile_linear_bf16);
   m.def("pack_tiles", [](uintptr_t weight, uintptr_t packed, long n, long k, long stride) {
+    nb::gil_scoped_release unlocked;
     pack_tiles({pointer<bf16>(weight), pointer<bf16>(packed), n, k, stride});
   });
   m.def(
@@ -148,6 +149,7 @@ NB_MODULE(_cpu, m) {
       });
   m.def("pack_quant",
         [](int format, int dtype, uintptr_t weight, uintptr_t packed, long n, long k, long stride) {
+          nb::gil_scoped_release unlocked;
           pack_quant(static_cast<Quant>(format),
                      {static_cast<DType>(dtype), pointer(weight), pointer(packed), n, k, stride});
         });

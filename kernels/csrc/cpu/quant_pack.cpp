@@ -80,19 +80,16 @@ template <class T>
 void pack_typed(Quant format, const QuantPackArgs& a) {
   const long panels = (a.n + kPanelColumns - 1) / kPanelColumns, steps = a.k / kStepFeatures;
   const long step_bytes = kStepBytes[static_cast<int>(format)];
-  parallel(threads_for(a.n * a.k * 4), [&](int thread, int threads) {
-    const Range mine = share(panels * steps, thread, threads);
-    for (long index = mine.begin; index < mine.end; ++index) {
-      uint8_t* bytes = static_cast<uint8_t*>(a.packed) + index * step_bytes;
-      __builtin_memset(bytes, 0, static_cast<size_t>(step_bytes));
-      const StepView step(format, bytes);
-      const long first = index / steps * kPanelColumns;
-      for (long column = 0; column < kPanelColumns && first + column < a.n; ++column) {
-        const T* row = static_cast<const T*>(a.weight) + (first + column) * a.stride;
-        quantise_group(step, format, column, row + index % steps * kStepFeatures);
-      }
+  for (long index = 0; index < panels * steps; ++index) {
+    uint8_t* bytes = static_cast<uint8_t*>(a.packed) + index * step_bytes;
+    __builtin_memset(bytes, 0, static_cast<size_t>(step_bytes));
+    const StepView step(format, bytes);
+    const long first = index / steps * kPanelColumns;
+    for (long column = 0; column < kPanelColumns && first + column < a.n; ++column) {
+      const T* row = static_cast<const T*>(a.weight) + (first + column) * a.stride;
+      quantise_group(step, format, column, row + index % steps * kStepFeatures);
     }
-  });
+  }
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ struct UnpackRowsArgs {
   long count, k, table_rows;  // ids outside the table give zeros
 };
 
-// These need Isa::kAmx.
+// These need Isa::kAmx. Packing runs on the calling thread: loaders pack many weights at once.
 void pack_tiles(const PackArgs& a);
 void unpack_rows(const UnpackRowsArgs& a);
 void tile_linear(const TileLinearArgs& a);

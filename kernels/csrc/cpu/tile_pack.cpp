@@ -16,25 +16,20 @@ constexpr long kStepSize = kPanelColumns * kStepFeatures;
 
 void pack_tiles(const PackArgs& a) {
   const long panels = (a.n + kPanelColumns - 1) / kPanelColumns, steps = a.k / kStepFeatures;
-  parallel(threads_for(a.n * a.k * 2), [&](int thread, int threads) {
-    const Range mine = share(panels, thread, threads);
-    for (long panel = mine.begin; panel < mine.end; ++panel) {
-      for (long half = 0; half < 2; ++half) {
-        const long first = panel * kPanelColumns + half * 16;
-        bf16* out = a.packed + panel * steps * kStepSize + half * 512;
-        for (long step = 0; step < steps; ++step, out += kStepSize) {
-          __m512i rows[16];
-          for (long i = 0; i < 16; ++i) {
-            rows[i] = first + i < a.n
-                          ? _mm512_loadu_si512(a.weight + (first + i) * a.stride + step * kStepFeatures)
-                          : _mm512_setzero_si512();
-          }
-          QT_ISA::transpose16(rows);
-          for (long i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, rows[i]);
-        }
+  for (long tile = 0; tile < 2 * panels; ++tile) {
+    const long first = tile * 16;
+    bf16* out = a.packed + tile / 2 * steps * kStepSize + tile % 2 * 512;
+    for (long step = 0; step < steps; ++step, out += kStepSize) {
+      __m512i rows[16];
+      for (long i = 0; i < 16; ++i) {
+        rows[i] = first + i < a.n
+                      ? _mm512_loadu_si512(a.weight + (first + i) * a.stride + step * kStepFeatures)
+                      : _mm512_setzero_si512();
       }
+      QT_ISA::transpose16(rows);
+      for (long i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, rows[i]);
     }
-  });
+  }
 }
 
 void unpack_rows(const UnpackRowsArgs& a) {
