@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.platform import describe
-from quickturn_kernels.registry import Implementation, Signature, implementations, use
+from quickturn_kernels.registry import Signature, implementations, use
 
 TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = {
     torch.float32: (2e-5, 2e-5),
@@ -36,8 +36,9 @@ class Case:
     """One call of one op. `run` builds the inputs from the generator (on the CPU), moves them to the device
     and calls the public op.
 
-    dtype and traits are those of the call, to find out which implementations take it. companions: ops that
-    `run` calls before, and that follow the implementation under test where they have one of its name.
+    dtype and traits are those of the call, to find out which implementations take it. companions: other ops
+    that `run` calls, and the implementation that they get beside the one under test ("" leaves the choice
+    free); beside the reference they are references too.
     """
 
     op: str
@@ -45,11 +46,17 @@ class Case:
     dtype: torch.dtype
     traits: Mapping[str, Hashable]
     run: Callable[[torch.Generator, torch.device], Result]
-    companions: tuple[str, ...] = ()
+    companions: Mapping[str, str] = field(default_factory=dict)
 
     def takers(self, device: torch.device) -> tuple[str, ...]:
         """Names of the implementations, the reference aside, that can run this case on this device."""
-        return tuple(one.name for one in _running(self.op, self, device) if one.name != "reference")
+        signature = Signature(device, self.dtype, self.traits)
+        machine = describe(device)
+        return tuple(
+            one.name
+            for one in implementations(self.op)
+            if one.name != "reference" and one.fits(signature) and one.platform.runs_on(machine)
+        )
 
 
 def check(case: Case, implementation: str, seed: int, device: torch.device) -> None:
@@ -58,10 +65,7 @@ def check(case: Case, implementation: str, seed: int, device: torch.device) -> N
     """
     with use(**dict.fromkeys((case.op, *case.companions), "reference")):
         expected = case.run(torch.Generator().manual_seed(seed), device)
-    chosen = {
-        op: implementation if _has(op, implementation, case, device) else "reference"
-        for op in case.companions
-    }
+    chosen = {op: name for op, name in case.companions.items() if name}
     with use(**chosen, **{case.op: implementation}), poisoned():
         actual = case.run(torch.Generator().manual_seed(seed), device)
     where = f"{case.op}={implementation}, case {case.name}, seed {seed}"
@@ -78,16 +82,6 @@ def check(case: Case, implementation: str, seed: int, device: torch.device) -> N
             )
         except AssertionError as error:
             raise AssertionError(f"{where}: {name}: {error}") from None
-
-
-def _running(op: str, case: Case, device: torch.device) -> tuple[Implementation, ...]:
-    signature = Signature(device, case.dtype, case.traits)
-    machine = describe(device)
-    return tuple(one for one in implementations(op) if one.fits(signature) and one.platform.runs_on(machine))
-
-
-def _has(op: str, name: str, case: Case, device: torch.device) -> bool:
-    return any(one.name == name for one in _running(op, case, device))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Cases of the ops on plain matrices: norms, silu_and_mul, embedding, linear."""
+"""Cases of the ops on plain matrices: norms, silu_and_mul, embedding, linear, linear_silu_and_mul."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,8 @@ from torch import Generator, Tensor
 from quickturn_kernels.numerics.check import Case, Result
 from quickturn_kernels.ops.activation import silu_and_mul
 from quickturn_kernels.ops.embedding import embedding
-from quickturn_kernels.ops.linear import linear, prepare_linear
+from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
+from quickturn_kernels.ops.linear import PLAIN, linear, prepare_linear, rows_class
 from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,7 +34,7 @@ class Matrix:
 
 
 def dense_cases() -> tuple[Case, ...]:
-    """Cases of the five ops."""
+    """Cases of these ops."""
     found = []
     for size in SIZES:
         shape = Matrix(*size)
@@ -47,10 +48,15 @@ def dense_cases() -> tuple[Case, ...]:
     for size in LINEAR_SIZES:
         shape = Matrix(*size)
         for options in ("", "bias", "float32 out"):
+            name = f"{shape} {options}".strip()
             run_linear = partial(_linear, shape, options)
-            found.append(
-                Case("linear", f"{shape} {options}".strip(), shape.dtype, {}, run_linear, ("prepare_linear",))
-            )
+            traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
+            plain = {"prepare_linear": "reference"}
+            found.append(Case("linear", name, shape.dtype, traits, run_linear, plain))
+            if options != "float32 out":
+                run_gated = partial(_linear_silu_and_mul, shape, options)
+                found.append(Case("linear_silu_and_mul", name, shape.dtype, traits, run_gated, plain))
+            found.append(Case("prepare_linear", name, shape.dtype, {}, run_linear, {"linear": ""}))
     return tuple(found)
 
 
@@ -97,3 +103,13 @@ def _linear(shape: Matrix, options: str, generator: Generator, device: torch.dev
     out = linear(x, prepared, bias, FP32 if options == "float32 out" else None)
     # Half-precision operands leave their own rounding in a float32 result.
     return Result({"out": out.to(shape.dtype)})
+
+
+def _linear_silu_and_mul(shape: Matrix, options: str, generator: Generator, device: torch.device) -> Result:
+    x = _random(shape, generator, device)
+    columns = 128
+    weight = torch.randn(columns, shape.width, generator=generator) * shape.width**-0.5
+    prepared = prepare_linear(weight.to(shape.dtype).to(device))
+    bias = torch.randn(columns, generator=generator).to(shape.dtype).to(device) if options == "bias" else None
+    # Gate, up and silu(gate) are rounded in turn, and any of them may land on the other side.
+    return Result({"out": linear_silu_and_mul(x, prepared, bias)}, slack=2.0)
