@@ -11,14 +11,20 @@ extern const Kernels table;
 namespace avx512 {
 extern const Kernels table;
 }
+#ifdef QT_HAS_AMX
 namespace amx {
 extern const Kernels table;
 }
+#endif
 
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
+#ifdef QT_HAS_AMX
     case Isa::kAmx:
       return amx::table;
+#else
+    case Isa::kAmx:
+#endif
     case Isa::kAvx512:
       return avx512::table;
     case Isa::kAvx2:

@@ -87,6 +87,7 @@ void stream_linear(int dtype, int out_dtype, uintptr_t x, uintptr_t weight, uint
                          pointer(weight), pointer(bias), pointer(out), rows, n, k, x_stride, weight_stride});
 }
 
+#ifdef QT_HAS_AMX
 void tile_linear_bf16(int out_dtype, uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, long rows,
                       long n, long k, long x_stride) {
   call(rows * n * k / 16, [&] {
@@ -104,40 +105,8 @@ void quant_linear_bf16(int format, int out_dtype, uintptr_t x, uintptr_t weight,
   });
 }
 
-}  // namespace
-
-NB_MODULE(_cpu, m) {
-  best = detect_isa();
-  active = &kernels_of(best);
-
-  nb::class_<PagedCache>(m, "PagedCache")
-      .def("__init__",
-           [](PagedCache* self, uintptr_t k, uintptr_t v, long k_block_stride, long v_block_stride,
-              long k_token_stride, long v_token_stride, long block_tokens, long kv_heads, long head_dim) {
-             new (self) PagedCache(paged_cache(k, v, k_block_stride, v_block_stride, k_token_stride,
-                                               v_token_stride, block_tokens, kv_heads, head_dim));
-           });
-
-  m.def("isa", [] { return active->name; });
-  m.def("use_isa", [](const char* name) {
-    for (Isa isa : {Isa::kBase, Isa::kAvx2, Isa::kAvx512, Isa::kAmx}) {
-      if (isa <= best && nb::str(kernels_of(isa).name).equal(nb::str(name))) {
-        active = &kernels_of(isa);
-        return true;
-      }
-    }
-    return false;
-  });
-  m.def("has_tiles", [] { return active == &kernels_of(Isa::kAmx); });
-  m.def("openmp_runtime", &runtime_path);
-  m.def("max_threads", &max_threads);
-
-  m.def("rms_norm", &rms_norm);
-  m.def("silu_and_mul", &silu_and_mul);
-  m.def("rotary_cache_write", &rotary_cache_write);
-  m.def("attention_decode", &attention_decode);
-  m.def("attention_prefill", &attention_prefill);
-  m.def("stream_linear", &stream_linear);
+// What a processor with AMX tiles can do beside.
+void define_tiles(nb::module_& m) {
   m.def("tile_linear", &tile_linear_bf16);
   m.def("pack_tiles", [](uintptr_t weight, uintptr_t packed, long n, long k, long stride) {
     nb::gil_scoped_release unlocked;
@@ -159,6 +128,55 @@ NB_MODULE(_cpu, m) {
                             pointer<bf16>(out), count, k, table_rows);
         });
   m.def("quant_linear", &quant_linear_bf16);
+}
+#endif
+
+}  // namespace
+
+NB_MODULE(_cpu, m) {
+  best = detect_isa();
+#ifndef QT_HAS_AMX
+  if (best == Isa::kAmx) best = Isa::kAvx512;
+#endif
+  active = &kernels_of(best);
+
+  nb::class_<PagedCache>(m, "PagedCache")
+      .def("__init__",
+           [](PagedCache* self, uintptr_t k, uintptr_t v, long k_block_stride, long v_block_stride,
+              long k_token_stride, long v_token_stride, long block_tokens, long kv_heads, long head_dim) {
+             new (self) PagedCache(paged_cache(k, v, k_block_stride, v_block_stride, k_token_stride,
+                                               v_token_stride, block_tokens, kv_heads, head_dim));
+           });
+
+  m.def("isa", [] { return active->name; });
+  m.def("use_isa", [](const char* name) {
+    for (Isa isa : {Isa::kBase, Isa::kAvx2, Isa::kAvx512, Isa::kAmx}) {
+      if (isa <= best && nb::str(kernels_of(isa).name).equal(nb::str(name))) {
+        active = &kernels_of(isa);
+        return true;
+      }
+    }
+    return false;
+  });
+  m.def("has_tiles", [] {
+#ifdef QT_HAS_AMX
+    return active == &kernels_of(Isa::kAmx);
+#else
+    return false;
+#endif
+  });
+  m.def("openmp_runtime", &runtime_path);
+  m.def("max_threads", &max_threads);
+
+  m.def("rms_norm", &rms_norm);
+  m.def("silu_and_mul", &silu_and_mul);
+  m.def("rotary_cache_write", &rotary_cache_write);
+  m.def("attention_decode", &attention_decode);
+  m.def("attention_prefill", &attention_prefill);
+  m.def("stream_linear", &stream_linear);
+#ifdef QT_HAS_AMX
+  define_tiles(m);
+#endif
   m.def("gather_rows", [](uintptr_t ids, uintptr_t table, uintptr_t out, long count, long row_bytes,
                           long table_rows) {
     active->gather_rows({pointer<int64_t>(ids), pointer(table), pointer(out), count, row_bytes, table_rows});

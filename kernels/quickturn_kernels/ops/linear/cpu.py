@@ -24,7 +24,7 @@ PANEL = 32
 
 _STEP_BYTES = (PANEL * PANEL + 2 * PANEL, PANEL * PANEL // 2 + 4 * PANEL)
 
-STREAM_ROWS = 4
+STREAM_ROWS = 8
 """The most rows for which streaming a plain weight is faster than torch's product."""
 
 
