@@ -7,6 +7,7 @@ allocated outputs hold NaN too.
 """
 
 from quickturn_kernels.numerics.attention import attention_cases
+from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.check import Case, Result, check, poisoned
 from quickturn_kernels.numerics.dense import dense_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
@@ -17,4 +18,10 @@ __all__ = ["Case", "Result", "cases", "check", "poisoned"]
 
 def cases() -> tuple[Case, ...]:
     """Every case of every op."""
-    return (*dense_cases(), *rotary_cases(), *attention_cases(), *sampling_cases())
+    return (
+        *dense_cases(),
+        *rotary_cases(),
+        *attention_cases(),
+        *attention_step_cases(),
+        *sampling_cases(),
+    )

@@ -51,6 +51,13 @@ DECODE = (
     Shape("sinks", (5, 0, 300), sinks=True, dtype=FP32),
     Shape("window and sinks", (5, 300), window=64, sinks=True, block_tokens=64),
     Shape("softcap", (50, 100), softcap=20.0, dtype=FP32),
+    Shape("dim 24", (50, 100), head_dim=24),
+    Shape("dim 80", (50, 100, 0), head_dim=80, block_tokens=64),
+    Shape("dim 96", (130,), head_dim=96, dtype=FP32),
+    Shape("dim 112", (130,), head_dim=112, heads=8, kv_heads=1),
+    Shape("large pages", (700, 0, 64, 129), heads=8, head_dim=128, block_tokens=128),
+    Shape("dim 128, window", (700, 3, 200, 129), heads=8, head_dim=128, block_tokens=64, window=70),
+    Shape("many rows", tuple(range(0, 400, 9)), heads=8, head_dim=128, block_tokens=64),
 )
 
 PREFILL = (
@@ -72,6 +79,10 @@ PREFILL = (
     Shape("window and sinks", (300,), (150,), window=33, sinks=True),
     Shape("softcap", (80,), (80,), softcap=20.0),
     Shape("large pages, window, sinks", (400,), (300,), window=150, sinks=True, block_tokens=64),
+    Shape("dim 24", (90, 33), (40, 33), head_dim=24),
+    Shape("dim 80", (100,), (70,), head_dim=80, block_tokens=64),
+    Shape("dim 96, split", (1100,), (3,), head_dim=96, block_tokens=64),
+    Shape("dim 112", (130,), (130,), head_dim=112, dtype=FP32),
     Shape("pages of 128", (330, 40), (200, 40), heads=4, kv_heads=1, head_dim=128, block_tokens=128),
 )
 

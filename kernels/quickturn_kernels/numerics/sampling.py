@@ -68,7 +68,8 @@ def sampling_cases() -> tuple[Case, ...]:
 def _run(options: Options, generator: Generator, device: torch.device) -> Result:
     logits, params = build(options, generator)
     moved: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(params).items()
+        name: _apart(value.to(device)) if isinstance(value, Tensor) else value
+        for name, value in vars(params).items()
     }
     here = SamplingTensors(**moved)
     logits = logits.to(device)
@@ -81,6 +82,13 @@ def _run(options: Options, generator: Generator, device: torch.device) -> Result
     if found.top_logprobs is not None:
         outputs["top"] = found.top_logprobs
     return Result(outputs, {"tokens": _acceptor(logits, here)})
+
+
+def _apart(values: Tensor) -> Tensor:
+    """The same values, their rows apart in memory, as columns of a table are."""
+    if values.shape[0] == 0:
+        return values
+    return torch.stack((values, torch.full_like(values, -7), torch.full_like(values, 7)), dim=1)[:, 0]
 
 
 def build(options: Options, generator: Generator) -> tuple[Tensor, SamplingTensors]:

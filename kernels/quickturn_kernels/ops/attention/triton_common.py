@@ -51,3 +51,14 @@ def dot(a, b, UPCAST: tl.constexpr):
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def elements(lines, dim, HEAD_DIM: tl.constexpr):
+    """The mask [N, len(dim)] of the lines [N], and of the head's own elements where dim is padded to a power
+    of two.
+    """
+    mask = lines[:, None]
+    if dim.shape[0] != HEAD_DIM:
+        mask = mask & (dim < HEAD_DIM)[None, :]
+    return mask

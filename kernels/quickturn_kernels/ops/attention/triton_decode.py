@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, block_rows, dot, softcapped
+from quickturn_kernels.ops.attention.triton_common import (
+    LOG2_E,
+    LOG2_E_CONST,
+    block_rows,
+    dot,
+    elements,
+    softcapped,
+)
 from quickturn_kernels.platform import TRITON
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
@@ -25,7 +32,7 @@ from quickturn_kernels.triton_common import (
     zeroed_counters,
 )
 
-HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
+HEAD_DIMS = range(1, 257)
 COMBINE_PARTS: int = 8
 
 
@@ -42,6 +49,7 @@ def _combine(
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
@@ -49,11 +57,11 @@ def _combine(
     `first_slot`.
     """
     member = tl.arange(0, GROUP_PAD)
-    dim = tl.arange(0, HEAD_DIM)
+    dim = tl.arange(0, HEAD_PAD)
     inside = member < GROUP
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    sum_out = tl.zeros([GROUP_PAD, HEAD_DIM], tl.float32)
+    sum_out = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     if SINKS:
         top = tl.load(sinks + head * GROUP + member, mask=inside, other=0.0).to(tl.float32) * LOG2_E_CONST
         total += 1.0
@@ -73,13 +81,16 @@ def _combine(
             + (slot[:, None, None] * GROUP + member[None, :, None]) * HEAD_DIM
             + dim[None, None, :]
         )
-        loaded = tl.load(values, mask=present[:, :, None], other=0.0, cache_modifier=".cg")
+        real = present[:, :, None]
+        if HEAD_PAD != HEAD_DIM:
+            real = real & (dim < HEAD_DIM)[None, None, :]
+        loaded = tl.load(values, mask=real, other=0.0, cache_modifier=".cg")
         sum_out = sum_out * shrink[:, None] + tl.sum(loaded * weight[:, :, None], axis=0)
         total = total * shrink + tl.sum(part_total * weight, axis=0)
         top = new_top
     result = sum_out / tl.where(inside, total, 1.0)[:, None]
     target = out + (head * GROUP + member[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(target, result.to(out.dtype.element_ty), mask=elements(inside, dim, HEAD_DIM))
 
 
 # Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
@@ -111,6 +122,7 @@ def decode_kernel(
     GROUP_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ROWS_PAD: tl.constexpr,
@@ -138,7 +150,7 @@ def decode_kernel(
     piece_end = tl.minimum(piece_start + piece, line)
 
     member = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, HEAD_DIM)
+    dim = tl.arange(0, HEAD_PAD)
     column = tl.arange(0, BLOCK_N)
     at = piece_start
     while at < piece_end:
@@ -161,10 +173,11 @@ def decode_kernel(
             + (head * GROUP + member)[:, None] * q_head_stride
             + dim[None, :]
         )
-        query = tl.load(query_at, mask=(member < GROUP)[:, None], other=0.0)
+        queries = elements(member < GROUP, dim, HEAD_DIM)
+        query = tl.load(query_at, mask=queries, other=0.0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        sum_out = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        sum_out = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
         tile_start = oldest // BLOCK_N + first
         tile_end = tl.where(context > 0, tile_start + count, tile_start)
         for tile in tl.range(tile_start, tile_end, num_stages=STAGES):
@@ -173,10 +186,11 @@ def decode_kernel(
             visible = start + column < context
             if WINDOW:
                 visible = visible & (start + column >= oldest)
+            wanted = elements(visible, dim, HEAD_DIM)
             key_at = k_cache + block * k_block_stride + head * HEAD_DIM + offset * k_row_stride
-            key = tl.load(key_at[:, None] + dim[None, :], mask=visible[:, None], other=0.0)
+            key = tl.load(key_at[:, None] + dim[None, :], mask=wanted, other=0.0)
             value_at = v_cache + block * v_block_stride + head * HEAD_DIM + offset * v_row_stride
-            value = tl.load(value_at[:, None] + dim[None, :], mask=visible[:, None], other=0.0)
+            value = tl.load(value_at[:, None] + dim[None, :], mask=wanted, other=0.0)
             scores = softcapped(dot(query, tl.trans(key), UPCAST), scale_log2, cap_log2, CAPPED)
             scores = tl.where(visible[None, :], scores, float("-inf"))
             # Every tile has a visible key, so that the new maximum is finite.
@@ -199,14 +213,14 @@ def decode_kernel(
                 sum_out = sum_out * shrink[:, None]
             result = sum_out / tl.where(total > 0.0, total, 1.0)[:, None]
             result_at = row_out + query_head * HEAD_DIM + dim[None, :]
-            tl.store(result_at, result.to(out.dtype.element_ty), mask=(member < GROUP)[:, None])
+            tl.store(result_at, result.to(out.dtype.element_ty), mask=queries)
         else:
             slot = worker * 2 + (at != piece_start).to(tl.int32)
             stats = partial_stats + slot * (2 * GROUP) + member
             tl.store(stats, top, mask=member < GROUP)
             tl.store(stats + GROUP, total, mask=member < GROUP)
             part_at = partial_out + (slot * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(part_at, sum_out, mask=(member < GROUP)[:, None])
+            tl.store(part_at, sum_out, mask=queries)
             # All threads' stores before the one thread's release; its acquire before all threads' loads.
             tl.debug_barrier()
             counter = arrived + row * KV_HEADS + head
@@ -229,6 +243,7 @@ def decode_kernel(
                     GROUP,
                     GROUP_PAD,
                     HEAD_DIM,
+                    HEAD_PAD,
                     PARTS,
                     SINKS,
                 )
@@ -273,7 +288,8 @@ def paged_attention_decode(
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    block_n, warps, stages, occupancy = tile_config(head_dim, q.element_size())
+    head_pad = max(16, next_power_of_two(head_dim))
+    block_n, warps, stages, occupancy = tile_config(head_pad, q.element_size())
     longest = min(max_context_len, window + block_n) if window > 0 else max_context_len
     workers = min(units(q.device) * occupancy, rows * kv_heads * max(1, triton.cdiv(longest, block_n)))
     partial = torch.empty(workers * 2 * group * (head_dim + 2), dtype=torch.float32, device=q.device)
@@ -283,7 +299,7 @@ def paged_attention_decode(
         k_cache,
         v_cache,
         block_tables,
-        context_lens,
+        context_lens.contiguous(),
         sinks,
         out,
         partial,
@@ -305,6 +321,7 @@ def paged_attention_decode(
         GROUP_PAD=next_power_of_two(group),
         BLOCK_M=max(16, next_power_of_two(group)),
         HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
         BLOCK_TOKENS=block_tokens,
         BLOCK_N=block_n,
         ROWS_PAD=rows_pad(rows),

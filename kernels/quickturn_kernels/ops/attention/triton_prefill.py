@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST
+from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, elements
 from quickturn_kernels.ops.attention.triton_prefill_plan import (
     MAX_SPLITS,
     Tiles,
@@ -33,7 +33,7 @@ from quickturn_kernels.triton_common import (
     units,
 )
 
-HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
+HEAD_DIMS = range(1, 257)
 
 
 # Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
@@ -65,6 +65,7 @@ def prefill_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,14 +99,15 @@ def prefill_kernel(
         context = tl.load(lens + row, mask=row < num_rows, other=0)
 
         line = tl.arange(0, BLOCK_M)
-        dim = tl.arange(0, HEAD_DIM)
+        dim = tl.arange(0, HEAD_PAD)
         query_index = row_tile * TOKENS + line // GROUP
         inside = (query_index < length) & (line < TOKENS * GROUP)
         position = context - length + query_index
         token = (first_token + query_index).to(tl.int64)
         query_head = head * GROUP + line % GROUP
         query_at = q + (token * q_token_stride + query_head * q_head_stride)[:, None] + dim[None, :]
-        query = tl.load(query_at, mask=inside[:, None], other=0.0)
+        queries = elements(inside, dim, HEAD_DIM)
+        query = tl.load(query_at, mask=queries, other=0.0)
 
         first_position = context - length + row_tile * TOKENS
         key_end = tl.minimum(context, first_position + TOKENS)
@@ -130,14 +132,14 @@ def prefill_kernel(
         table = tables + row.to(tl.int64) * table_stride
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        sum_out = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        sum_out = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
         if WINDOW:
             sum_out, total, top = attend(
                 sum_out, total, top, query, position, head, k_cache, v_cache, table,
                 tile_start, unmasked_start,
                 key_start, key_end, window, scale_log2, cap_log2,
                 k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-                HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
             )  # fmt: skip
         if PAIRS:
             pairs = (unmasked_end - unmasked_start) // 2
@@ -152,14 +154,14 @@ def prefill_kernel(
                 unmasked_start, unmasked_end,
                 key_start, key_end, window, scale_log2, cap_log2,
                 k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-                HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, False, WINDOW, CAPPED, STAGES, UPCAST,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, False, WINDOW, CAPPED, STAGES, UPCAST,
             )  # fmt: skip
         sum_out, total, top = attend(
             sum_out, total, top, query, position, head, k_cache, v_cache, table,
             unmasked_end, tile_end,
             key_start, key_end, window, scale_log2, cap_log2,
             k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-            HEAD_DIM, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
+            HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
         )  # fmt: skip
 
         target = token * (KV_HEADS * GROUP) + query_head
@@ -172,12 +174,12 @@ def prefill_kernel(
                 sum_out = sum_out * shrink[:, None]
             result = sum_out / tl.where(total > 0.0, total, 1.0)[:, None]
             result_at = out + target[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(result_at, result.to(out.dtype.element_ty), mask=inside[:, None])
+            tl.store(result_at, result.to(out.dtype.element_ty), mask=queries)
         else:
             slot = split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP) + target
             tl.store(partial_stats + slot * 2, top, mask=inside)
             tl.store(partial_stats + slot * 2 + 1, total, mask=inside)
-            tl.store(partial_out + slot[:, None] * HEAD_DIM + dim[None, :], sum_out, mask=inside[:, None])
+            tl.store(partial_out + slot[:, None] * HEAD_DIM + dim[None, :], sum_out, mask=queries)
 
 
 @triton.jit(do_not_specialize=["lines", "splits"])
@@ -190,13 +192,14 @@ def combine_kernel(
     splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Add up the splits of one (token, head); `lines` is tokens times heads."""
     line = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, MAX_SPLITS)
-    dim = tl.arange(0, HEAD_DIM)
+    dim = tl.arange(0, HEAD_PAD)
     slot = split * lines + line
     top = tl.load(partial_stats + slot * 2, mask=split < splits, other=float("-inf"))
     total = tl.load(partial_stats + slot * 2 + 1, mask=split < splits, other=0.0)
@@ -208,11 +211,13 @@ def combine_kernel(
         sink_weight = tl.exp2(sink - best)
     weight = tl.where(total > 0.0, tl.exp2(top - best), 0.0)
     values = tl.load(
-        partial_out + slot[:, None] * HEAD_DIM + dim[None, :], mask=(split < splits)[:, None], other=0.0
+        partial_out + slot[:, None] * HEAD_DIM + dim[None, :],
+        mask=elements(split < splits, dim, HEAD_DIM),
+        other=0.0,
     )
     summed = tl.sum(total * weight, axis=0) + sink_weight
     result = tl.sum(values * weight[:, None], axis=0) / tl.where(summed > 0.0, summed, 1.0)
-    tl.store(out + line * HEAD_DIM + dim, result.to(out.dtype.element_ty))
+    tl.store(out + line * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @register(
@@ -244,7 +249,7 @@ def paged_attention_prefill_tma(
     tiles = described_tiles(q.shape[2], k_cache.shape[1]) if score_rows > 64 else None
     options = (window, sinks, softcap, max_context_len)
     if tiles is None:
-        tiles = pointer_tiles(q.shape[2], q.element_size(), score_rows, capability(q.device))
+        tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, capability(q.device))
     return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 
 
@@ -272,7 +277,7 @@ def paged_attention_prefill(
 ) -> Tensor:
     """See `quickturn_kernels.paged_attention_prefill`."""
     score_rows = max_query_len * (q.shape[1] // k_cache.shape[2])
-    tiles = pointer_tiles(q.shape[2], q.element_size(), score_rows, capability(q.device))
+    tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, capability(q.device))
     options = (window, sinks, softcap, max_context_len)
     return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 
@@ -292,6 +297,7 @@ def _launch(
     tiles: Tiles,
 ) -> Tensor:
     tokens, heads, head_dim = q.shape
+    head_pad = _padded(head_dim)
     rows = context_lens.shape[0]
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
@@ -311,8 +317,8 @@ def _launch(
         _pages(k_cache, tiles.block_n) if tiles.described else k_cache,
         _pages(v_cache, tiles.block_n) if tiles.described else v_cache,
         block_tables,
-        query_start,
-        context_lens,
+        query_start.contiguous(),
+        context_lens.contiguous(),
         sinks,
         out,
         partial,
@@ -333,6 +339,7 @@ def _launch(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
         BLOCK_TOKENS=block_tokens,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
@@ -357,11 +364,17 @@ def _launch(
             splits,
             HEADS=heads,
             HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad,
             MAX_SPLITS=MAX_SPLITS,
             SINKS=sinks is not None,
             num_warps=1 if head_dim <= 128 else 2,
         )
     return out
+
+
+def _padded(head_dim: int) -> int:
+    """A head as matrix products take it."""
+    return max(16, next_power_of_two(head_dim))
 
 
 def _pages(cache: Tensor, page: int) -> TensorDescriptor:

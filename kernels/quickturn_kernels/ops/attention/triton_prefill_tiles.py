@@ -7,7 +7,7 @@ TMA) brings whole pages, and the registers that pointers would take are free.
 import triton
 import triton.language as tl
 
-from quickturn_kernels.ops.attention.triton_common import block_rows, dot, softcapped
+from quickturn_kernels.ops.attention.triton_common import block_rows, dot, elements, softcapped
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def attend(
     v_block_stride,
     v_row_stride,
     HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DESCRIBED: tl.constexpr,
@@ -45,7 +46,7 @@ def attend(
     """Over the key tiles tile_start .. tile_end - 1; k_cache and v_cache are pointers, or descriptors when
     DESCRIBED.
     """
-    dim = tl.arange(0, HEAD_DIM)
+    dim = tl.arange(0, HEAD_PAD)
     column = tl.arange(0, BLOCK_N)
     for tile in tl.range(tile_start, tile_end, num_stages=STAGES):
         start = tile * BLOCK_N
@@ -61,9 +62,10 @@ def attend(
             block, offset = block_rows(table, start, key_end, BLOCK_TOKENS, BLOCK_N)
             key_at = k_cache + block * k_block_stride + head * HEAD_DIM + offset * k_row_stride
             value_at = v_cache + block * v_block_stride + head * HEAD_DIM + offset * v_row_stride
-            if MASKED:
-                key = tl.load(key_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
-                value = tl.load(value_at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
+            if MASKED or HEAD_PAD != HEAD_DIM:
+                wanted = elements(real, dim, HEAD_DIM)
+                key = tl.load(key_at[:, None] + dim[None, :], mask=wanted, other=0.0)
+                value = tl.load(value_at[:, None] + dim[None, :], mask=wanted, other=0.0)
             else:
                 key = tl.load(key_at[:, None] + dim[None, :])
                 value = tl.load(value_at[:, None] + dim[None, :])

@@ -29,6 +29,6 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     if tokens > 0:
         block = min(1024, next_power_of_two(width))
         embedding_kernel[(tokens, triton.cdiv(width, block))](
-            ids, weight, out, weight.stride(0), weight.shape[0], width, BLOCK=block, num_warps=4
+            ids.contiguous(), weight, out, weight.stride(0), weight.shape[0], width, BLOCK=block, num_warps=4
         )
     return out

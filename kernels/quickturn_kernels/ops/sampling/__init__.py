@@ -18,7 +18,8 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """How each of R rows wants its token chosen; all tensors lie on the device of the logits.
+    """How each of R rows wants its token chosen; all tensors lie on the device of the logits, and may be
+    columns of wider tables.
 
     temperature: [R] float32, 0 is greedy. top_k: [R] int32, 0 is off. top_p: [R] float32, 1 is off. min_p:
     [R] float32, 0 is off. seeds: [R] int64. positions: [R] int64, the position in its context of the token

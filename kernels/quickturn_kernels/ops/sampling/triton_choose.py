@@ -102,6 +102,12 @@ def choose_kernel(
     tokens,
     normalisers,
     values_stride,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    seeds_stride,
+    positions_stride,
     vocabulary,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -114,7 +120,7 @@ def choose_kernel(
     """The token of one row, and with RAW the log of the sum of exp of its raw logits."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS_PAD)
-    heat = tl.load(temperature + row)
+    heat = tl.load(temperature + row * temperature_stride)
     inverse = LOG2_E / tl.maximum(heat, GREEDY_BELOW)
     tops, best, sums = chunk_weights(stats, row, inverse, CHUNKS, CHUNKS_PAD)
     if RAW:
@@ -130,17 +136,17 @@ def choose_kernel(
     if not ALL_GREEDY:
         usable = (best > float("-inf")) & (best < float("inf"))
         if usable & (heat >= GREEDY_BELOW):
-            seed = tl.load(seeds + row)
-            position = tl.load(positions + row)
+            seed = tl.load(seeds + row * seeds_stride)
+            position = tl.load(positions + row * positions_stride)
             low_word = (position & 0xFFFFFFFF).to(tl.uint32)
             high_word = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
             word, _w1, _w2, _w3 = tl.philox(seed, low_word, high_word, low_word * 0, low_word * 0)
             uniform = (word >> 8).to(tl.float32) * (1.0 / 16777216.0)
             filtered = False
             if FILTERS:
-                k = tl.load(top_k + row)
-                p = tl.load(top_p + row)
-                m = tl.load(min_p + row)
+                k = tl.load(top_k + row * top_k_stride)
+                p = tl.load(top_p + row * top_p_stride)
+                m = tl.load(min_p + row * min_p_stride)
                 by_k = (k > 0) & (k < vocabulary)
                 filtered = by_k | (p < 1.0) | (m > 0.0)
                 if filtered:

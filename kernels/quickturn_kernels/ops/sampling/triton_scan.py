@@ -25,8 +25,13 @@ def scan_kernel(
     bias_values,
     bitmask,
     logits_stride,
+    temperature_stride,
+    presence_stride,
+    frequency_stride,
+    repetition_stride,
     counts_stride,
-    bias_stride,
+    bias_ids_stride,
+    bias_values_stride,
     bitmask_stride,
     vocabulary,
     num_bias,
@@ -61,11 +66,11 @@ def scan_kernel(
         if COUNT_ROWS:
             count_row = tl.load(count_rows + row).to(tl.int64)
         seen = tl.load(counts + count_row * counts_stride + token, mask=inside, other=0)
-        repeat = tl.load(repetition + row)
+        repeat = tl.load(repetition + row * repetition_stride)
         value = tl.where(seen != 0, tl.where(value > 0.0, value / repeat, value * repeat), value)
         generated = seen & _GENERATED
-        value -= tl.load(frequency + row) * generated.to(tl.float32)
-        value -= tl.where(generated > 0, tl.load(presence + row), 0.0)
+        value -= tl.load(frequency + row * frequency_stride) * generated.to(tl.float32)
+        value -= tl.where(generated > 0, tl.load(presence + row * presence_stride), 0.0)
     if BITMASK:
         word = tl.load(bitmask + row * bitmask_stride + token // 32, mask=inside, other=0)
         value = tl.where(((word >> (token % 32)) & 1) != 0, value, float("-inf"))
@@ -76,17 +81,17 @@ def scan_kernel(
         # Few tokens have a bias: added in memory, between barriers, instead of searched for every token.
         tl.debug_barrier()
         entry = tl.arange(0, BIAS_PAD)
-        biased = tl.load(bias_ids + row * bias_stride + entry, mask=entry < num_bias, other=-1)
+        biased = tl.load(bias_ids + row * bias_ids_stride + entry, mask=entry < num_bias, other=-1)
         mine = (biased >= chunk * CHUNK) & (biased < chunk * CHUNK + CHUNK)
         place = adjusted + row * vocabulary + biased
-        amount = tl.load(bias_values + row * bias_stride + entry, mask=mine, other=0.0)
+        amount = tl.load(bias_values + row * bias_values_stride + entry, mask=mine, other=0.0)
         changed = tl.load(place, mask=mine, other=0.0) + amount
         tl.store(place, changed, mask=mine)
         tl.debug_barrier()
         value = tl.load(target, mask=inside, other=float("-inf"))
     top = tl.max(value, axis=0)
     base = tl.where(top > float("-inf"), top, 0.0)
-    inverse = LOG2_E / tl.maximum(tl.load(temperature + row), GREEDY_BELOW)
+    inverse = LOG2_E / tl.maximum(tl.load(temperature + row * temperature_stride), GREEDY_BELOW)
     tl.store(at, tl.where(bad != 0, float("inf"), top))
     tl.store(at + 1, tl.sum(tl.exp2((value - base) * inverse), axis=0))
     tl.store(best_tokens + row * CHUNKS + chunk, tl.min(tl.where(value == top, token, FAR), axis=0))
@@ -104,6 +109,10 @@ def candidates_kernel(
     top_p,
     min_p,
     values_stride,
+    temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
     vocabulary,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -119,10 +128,10 @@ def candidates_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    heat = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    m = tl.load(min_p + row)
+    heat = tl.load(temperature + row * temperature_stride)
+    k = tl.load(top_k + row * top_k_stride)
+    p = tl.load(top_p + row * top_p_stride)
+    m = tl.load(min_p + row * min_p_stride)
     by_k = (k > 0) & (k < vocabulary)
     if (heat >= GREEDY_BELOW) & (by_k | (p < 1.0) | (m > 0.0)):
         tops, best, sums = chunk_weights(stats, row, LOG2_E / heat, CHUNKS, CHUNKS_PAD)

@@ -1,0 +1,75 @@
+"""Cases of rotary_attention_decode: the shapes of decode attention, with head norms and without."""
+
+from functools import partial
+
+import torch
+from torch import Generator
+
+from quickturn_kernels.numerics.attention import BF16, FP32, Shape, paged_cache
+from quickturn_kernels.numerics.check import Case, Result
+from quickturn_kernels.ops.attention_step import rotary_attention_decode
+
+SHAPES = (
+    Shape("ragged", (1, 64, 65, 0, 200)),
+    Shape("one long row", (1100,), block_tokens=64),
+    Shape("newest key opens a block", (65, 129, 1), heads=8, head_dim=128, block_tokens=64),
+    Shape("long beside short", (3, 700, 16, 17), heads=8, head_dim=128, block_tokens=32),
+    Shape("dim 256", (70, 33, 0), heads=8, kv_heads=1, head_dim=256, block_tokens=64),
+    Shape("window", (5, 300, 129, 64), head_dim=128, window=100, block_tokens=64),
+    Shape("window of one", (5, 64, 65, 81, 129), window=1),
+    Shape("odd group", (40, 130), heads=10, kv_heads=2),
+    Shape("many rows", tuple(range(0, 400, 9)), heads=8, head_dim=128, block_tokens=64),
+    Shape("dim 24 in float32", (33, 7), head_dim=24, dtype=FP32),
+)
+
+
+def attention_step_cases() -> tuple[Case, ...]:
+    """Each shape plain and with head norms; in bfloat16 also as a kernel that starts early."""
+    return tuple(
+        Case(
+            "rotary_attention_decode",
+            f"{shape.name}{', norms' if norms else ''}",
+            shape.dtype,
+            {"head_dim": shape.head_dim},
+            partial(_run, shape, norms),
+            {"rotary_cache_write": "", "paged_attention_decode": ""},
+        )
+        for shape in SHAPES
+        for norms in (False, True)
+    )
+
+
+def _run(shape: Shape, norms: bool, generator: Generator, device: torch.device) -> Result:
+    k_cache, v_cache, tables = paged_cache(shape, generator, device)
+    rows, size = len(shape.contexts), shape.block_tokens
+    fused = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, generator=generator)
+    q, k, v = fused.to(shape.dtype).to(device).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
+    positions = (lens.long() - 1).clamp(min=0)
+    blocks = tables[torch.arange(rows, device=device), positions // size].long()
+    slots = torch.where(lens > 0, blocks * size + positions % size, -1)
+    longest = max(shape.contexts)
+    angles = torch.rand(longest, shape.head_dim // 2, generator=generator) * 6.28
+    weights = (1 + 0.1 * torch.randn(2, shape.head_dim, generator=generator)).to(shape.dtype).to(device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    out = rotary_attention_decode(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slots,
+        tables,
+        lens,
+        shape.head_dim**-0.5,
+        q_weight=weights[0] if norms else None,
+        k_weight=weights[1] if norms else None,
+        window=shape.window,
+        max_context_len=longest + 70,
+        settled=shape.dtype == BF16,
+    )
+    return Result({"out": out, "k_cache": k_cache, "v_cache": v_cache}, slack=4.0 if norms else 1.0)
