@@ -2,7 +2,8 @@
 
     python benchmarks/control_plane.py --json benchmarks/results/control_plane.json
 
-Times are microseconds unless named otherwise. Contexts are reached by really prefilling them (as plans; nothing computes tokens).
+Times are microseconds unless named otherwise. Contexts are reached by prefilling them, as plans: nothing
+computes tokens.
 """
 
 import argparse
@@ -15,9 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
 import quickturn_control as qc
+from numpy.typing import NDArray
 
 UNIT = 64
 Figures = dict[str, float]
@@ -27,7 +27,9 @@ def scheduler(blocks: int, **options: object) -> qc.Scheduler:
     """A scheduler for one full group, 16 blocks a slab."""
     settings: dict[str, object] = {"max_requests": 2048, "max_step_tokens": 1 << 26, "pipeline_depth": 1}
     settings.update(options)
-    return qc.Scheduler(qc.SchedulerConfig(groups=[qc.GroupConfig("full", 16)], num_slabs=-(-blocks // 16), **settings))  # type: ignore[arg-type]
+    return qc.Scheduler(
+        qc.SchedulerConfig(groups=[qc.GroupConfig("full", 16)], num_slabs=-(-blocks // 16), **settings)
+    )  # type: ignore[arg-type]
 
 
 def prompt(tokens: int, seed: int) -> NDArray[np.int32]:
@@ -40,7 +42,8 @@ def step(target: qc.Scheduler, now: float) -> tuple[float, float, qc.StepPlan]:
     start = time.perf_counter()
     plan = target.plan(now)
     planned = time.perf_counter()
-    assert plan is not None and plan.num_rows
+    assert plan is not None
+    assert plan.num_rows
     result = qc.StepResult(plan.step, np.full(plan.num_samples, 7, np.int32))
     before = time.perf_counter()
     target.apply(result)
@@ -78,12 +81,14 @@ def fill(target: qc.Scheduler, blocks: int, chain: int) -> None:
     for start in range(0, blocks, chain * 256):
         for _ in range(min(256, (blocks - start) // chain)):
             number += 1
-            target.add(qc.Request(number, prompt(chain * UNIT + 1, number), max_tokens=1, arrival=float(number)))
+            target.add(
+                qc.Request(number, prompt(chain * UNIT + 1, number), max_tokens=1, arrival=float(number))
+            )
         step(target, float(number))
 
 
 def allocation(blocks: int, chain: int) -> Figures:
-    """A block taken from a pool full of cached blocks, its eviction included: planning a prefill of 4,096 tokens, per block."""
+    """A block from a pool full of cached ones, its eviction included: planning a prefill of 4,096 tokens."""
     target = scheduler(blocks)
     fill(target, blocks, chain)
     before = target.stats()
@@ -95,11 +100,15 @@ def allocation(blocks: int, chain: int) -> Figures:
     after = target.stats()
     evicted = after["evictions"] - before["evictions"]
     assert evicted >= 64 * 64 * 0.9, evicted
-    return {"median": round(statistics.median(times), 3), "worst": round(max(times), 3), "index_bytes_per_block": round(before["index_bytes"] / before["index_nodes"], 1)}
+    return {
+        "median": round(statistics.median(times), 3),
+        "worst": round(max(times), 3),
+        "index_bytes_per_block": round(before["index_bytes"] / before["index_nodes"], 1),
+    }
 
 
 def matching(tokens: int) -> dict[str, float]:
-    """`add` and the plan that admits, for a prompt of a million tokens, cold and when it extends a known one. Milliseconds."""
+    """A prompt of a million tokens, cold and when it extends a known one by 1,000: milliseconds."""
     target = scheduler(2 * tokens // UNIT)
     known = prompt(tokens, 1)
     longer = np.concatenate([known, prompt(1000, 2)])
@@ -109,7 +118,10 @@ def matching(tokens: int) -> dict[str, float]:
         action()
         return round((time.perf_counter() - start) * 1e3, 3)
 
-    figures = {"match_nothing_known_ms": timed(lambda: target.match(known)), "add_cold_ms": timed(lambda: target.add(qc.Request(1, known, max_tokens=4)))}
+    figures = {
+        "match_nothing_known_ms": timed(lambda: target.match(known)),
+        "add_cold_ms": timed(lambda: target.add(qc.Request(1, known, max_tokens=4))),
+    }
     for _ in range(4):
         step(target, 0.0)
     request = qc.Request(2, longer, max_tokens=4)
@@ -118,18 +130,33 @@ def matching(tokens: int) -> dict[str, float]:
     start = time.perf_counter()
     plan = target.plan(1.0)
     figures["plan_admitting_ms"] = round((time.perf_counter() - start) * 1e3, 3)
-    assert plan is not None and plan.admitted.cached_tokens[0] == tokens
+    assert plan is not None
+    assert plan.admitted.cached_tokens[0] == tokens
     return figures
 
 
 def measurements() -> Iterator[tuple[str, object]]:
     """All of them, in the order of the table."""
-    for batch, context in ((64, 1024), (256, 1024), (256, 32768), (256, 131072), (1024, 1024), (1024, 8192), (1024, 32768)):
+    for batch, context in (
+        (64, 1024),
+        (256, 1024),
+        (256, 32768),
+        (256, 131072),
+        (1024, 1024),
+        (1024, 8192),
+        (1024, 32768),
+    ):
         yield f"decode, {batch} requests at {context} tokens, us a step", decode_step(batch, context, 400)
     yield "decode, 256 requests at 1024 tokens, nothing waiting, us a step", decode_step(256, 1024, 128)
-    yield "decode, 256 requests at 1024 tokens, 32 blocked prompts of 64k, us a step", decode_step(256, 1024, 128, waiting=32)
+    yield (
+        "decode, 256 requests at 1024 tokens, 32 blocked prompts of 64k, us a step",
+        decode_step(256, 1024, 128, waiting=32),
+    )
     for blocks in (10_000, 100_000, 400_000):
-        yield f"allocation with eviction, {blocks} cached blocks in chains of 500, us a block", allocation(blocks, 500)
+        yield (
+            f"allocation with eviction, {blocks} cached blocks in chains of 500, us a block",
+            allocation(blocks, 500),
+        )
     yield "allocation with eviction, 400000 cached blocks in chains of 1, us a block", allocation(400_000, 1)
     yield "a prompt of 1,000,000 tokens", matching(1_000_000 // UNIT * UNIT)
 
@@ -144,7 +171,9 @@ def machine() -> str:
 
 def main() -> None:
     """Measure, print, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     result: dict[str, object] = {

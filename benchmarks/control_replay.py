@@ -1,13 +1,15 @@
-"""Replay recorded agent sessions through the control plane alone, on a simulated clock and a simulated device.
+"""Replay recorded agent sessions through the control plane alone, on a simulated clock and device.
 
     python benchmarks/control_replay.py TRACES --json benchmarks/results/control_replay.json
 
-All sessions start at once; each request is sent when the one before it was answered and the recorded think time has passed. The cache has
-the shape of a large hybrid: 20 KiB of keys and values a token, and a recurrent state of 63 MiB. What is printed is cached / ceiling: prompt
-tokens taken from the cache over those that an infinite cache would have had.
+All sessions start at once; each request is sent when the one before it was answered and the recorded think
+time has passed. The cache has the shape of a large hybrid: 20 KiB of keys and values a token, and a
+recurrent state of 63 MiB. What is printed is cached / ceiling: prompt tokens from the cache over those that
+an infinite cache would have had.
 
-The working set is, summed over the sessions, the slabs of the largest context and five states (one being written, and the checkpoints of a turn: end
-of system prompt and tools, before the end of the prompt, there, end of the answer).
+The working set is, summed over the sessions, the slabs of the largest context and five states: the one
+being written, and the checkpoints of a turn (end of system prompt and tools, before the end of the prompt,
+there, end of the answer).
 """
 
 import argparse
@@ -19,9 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
 import quickturn_control as qc
+from numpy.typing import NDArray
 
 UNIT = 64
 BLOCKS_PER_SLAB = 50
@@ -34,7 +35,7 @@ BUS = 25e9
 
 @dataclass(frozen=True)
 class Turn:
-    """One recorded request: prompt length, answer length, block ids, think time before it, how the answer ended."""
+    """One recorded request: prompt and answer length, block ids, think time before it, how it ended."""
 
     tokens: int
     answer: int
@@ -66,9 +67,14 @@ class Session:
         """Tokens of the turn that is due, and its ceiling into the books."""
         turn = self.turns[self.at]
         number = int(self.name.split("_")[1])
-        parts = [np.random.default_rng((number, block)).integers(0, 1 << 17, UNIT, dtype=np.int32) for block in turn.ids]
+        parts = [
+            np.random.default_rng((number, block)).integers(0, 1 << 17, UNIT, dtype=np.int32)
+            for block in turn.ids
+        ]
         rest = max(0, turn.tokens - UNIT * len(turn.ids))
-        parts.append(np.random.default_rng((number, 1 << 30, self.at)).integers(0, 1 << 17, rest, dtype=np.int32))
+        parts.append(
+            np.random.default_rng((number, 1 << 30, self.at)).integers(0, 1 << 17, rest, dtype=np.int32)
+        )
         known = 0
         while known < len(turn.ids) and turn.ids[known] in self.seen:
             known += 1
@@ -98,11 +104,17 @@ def flatten(requests: list[dict[str, object]]) -> Iterator[tuple[int, int, tuple
         else:
             ids: list[int] = request["hash_ids"]  # type: ignore[assignment]
             out = max(1, int(request["out"]))  # type: ignore[call-overload]
-            yield int(request["in"]), out, tuple(ids), float(request["think_time"] or 0.0), str(request.get("stop"))  # type: ignore[call-overload,arg-type]
+            yield (
+                int(request["in"]),
+                out,
+                tuple(ids),
+                float(request["think_time"] or 0.0),
+                str(request.get("stop")),
+            )  # type: ignore[call-overload,arg-type]
 
 
 def step_seconds(plan: qc.StepPlan) -> float:
-    """A device like one H200 with a 30B mixture: weights streamed or arithmetic, whichever binds; attention reads the cache."""
+    """A device like one H200 with a 30B mixture: weights or arithmetic bind; attention reads the cache."""
     context = float(plan.context_lens.sum()) if plan.num_rows else 0.0
     return max(0.004, plan.num_tokens / 25000.0) + context * 20 * 1024 / 4e12
 
@@ -151,7 +163,9 @@ class Replay:
                 self.settle()
             elif plan is None:
                 # Nothing can run: on to whatever happens next.
-                self.now = min([at for at, _ in self.due[:1]] + [at for at, _ in self.arrivals], default=self.now + 1.0)
+                self.now = min(
+                    [at for at, _ in self.due[:1]] + [at for at, _ in self.arrivals], default=self.now + 1.0
+                )
 
     def send(self, index: int) -> None:
         """The next request of a session."""
@@ -172,13 +186,17 @@ class Replay:
 
     def note(self, plan: qc.StepPlan) -> None:
         """What a plan says: reuse, transfers, a step that starts."""
-        for number, cached in zip(plan.admitted.ids.tolist(), plan.admitted.cached_tokens.tolist(), strict=True):
+        for number, cached in zip(
+            plan.admitted.ids.tolist(), plan.admitted.cached_tokens.tolist(), strict=True
+        ):
             if number not in self.counted:
                 self.counted.add(number)
                 self.owner[number][0].cached += cached
         for up, transfers in ((True, plan.transfers_before), (False, plan.transfers_after)):
             for number, group in zip(transfers.ids.tolist(), transfers.groups.tolist(), strict=True):
-                self.bus_free[up] = max(self.bus_free[up], self.now) + (STATE_BYTES if group else BLOCK_BYTES) / BUS
+                self.bus_free[up] = (
+                    max(self.bus_free[up], self.now) + (STATE_BYTES if group else BLOCK_BYTES) / BUS
+                )
                 self.arrivals.append((self.bus_free[up], number))
         if plan.num_rows:
             self.flights.append((plan, step_seconds(plan)))
@@ -188,13 +206,17 @@ class Replay:
         plan, seconds = self.flights.pop(0)
         self.now += seconds
         tokens = np.full(plan.num_samples, 7, np.int32)
-        for number in self.scheduler.apply(qc.StepResult(plan.step, tokens, elapsed_us=seconds * 1e6)).ids.tolist():
+        for number in self.scheduler.apply(
+            qc.StepResult(plan.step, tokens, elapsed_us=seconds * 1e6)
+        ).ids.tolist():
             session, turn = self.owner.pop(number)
             if turn.stop == "tool_use":
                 self.scheduler.hold(session.name, self.hold)
             session.at += 1
             if session.at < len(session.turns):
-                heapq.heappush(self.due, (self.now + session.turns[session.at].think, self.sessions.index(session)))
+                heapq.heappush(
+                    self.due, (self.now + session.turns[session.at].think, self.sessions.index(session))
+                )
 
 
 def measure(folder: Path, share: float, host_share: float, names: Sequence[str] = ()) -> dict[str, object]:
@@ -219,11 +241,16 @@ def measure(folder: Path, share: float, host_share: float, names: Sequence[str] 
 
 def main() -> None:
     """Print the table; write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", type=Path, help="folder with trace_*.json")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    runs = [measure(options.traces, share, host) for share, host in ((1.0, 0.0), (0.6, 2.0), (0.6, 0.0), (0.3, 2.0), (0.3, 0.0))]
+    runs = [
+        measure(options.traces, share, host)
+        for share, host in ((1.0, 0.0), (0.6, 2.0), (0.6, 0.0), (0.3, 2.0), (0.3, 0.0))
+    ]
     print(f"{'trace':<12}" + "".join(f"{run['pool_share']:>7.0%}+{run['host_share']:.0f}" for run in runs))
     names = list(runs[0]["cached_over_ceiling"])  # type: ignore[call-overload]
     for name in names:

@@ -302,7 +302,9 @@ class Scheduler:
         """These transfers are complete. Raises ValueError for an unknown id."""
     def match(self, tokens: Int32Array, *, cache_salt: str = "", adapter: str = "") -> int:
         """Tokens of this prompt that a request could reuse now. Changes nothing."""
-    def prefix_hashes(self, tokens: Int32Array, *, cache_salt: str = "", adapter: str = "") -> NDArray[np.uint64]:
+    def prefix_hashes(
+        self, tokens: Int32Array, *, cache_salt: str = "", adapter: str = ""
+    ) -> NDArray[np.uint64]:
         """Identities [n, 2] of the n full blocks of a prompt, as they appear in `take_events`."""
     def has_unfinished(self) -> bool:
         """Some request isn't over."""

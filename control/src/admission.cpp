@@ -6,167 +6,178 @@
 namespace quickturn::control {
 
 Need Scheduler::committed() const {
-    // What admitted prompts still need, and a block for each that decodes: its next one may be due any time.
-    Need sum{};
-    for (const Request* request : prefilling_) {
-        const Need need = need_of(*request, 0);
-        const Holding& cache = request->cache();
-        std::size_t full = 0;
-        std::size_t window = 0;
-        std::size_t state = 0;
-        for (GroupId g = 0; g < config_.groups.size(); ++g) {
-            std::int64_t held = 0;
-            switch (config_.groups[g].kind) {
-                case GroupKind::full: held = cache.published + static_cast<std::int64_t>(cache.full[full++].size()); break;
-                case GroupKind::window: held = static_cast<std::int64_t>(cache.windows[window++].blocks.size()); break;
-                case GroupKind::state: held = cache.states[state++].working ? 1 : 0; break;
-            }
-            sum[g] += std::max<std::int64_t>(0, need[g] - held);
-        }
-    }
+  // What admitted prompts still need, and a block for each that decodes: its next one may be due any time.
+  Need sum{};
+  for (const Request* request : prefilling_) {
+    const Need need = need_of(*request, 0);
+    const Holding& cache = request->cache();
+    std::size_t full = 0;
+    std::size_t window = 0;
+    std::size_t state = 0;
     for (GroupId g = 0; g < config_.groups.size(); ++g) {
-        if (config_.groups[g].kind != GroupKind::state) sum[g] += static_cast<std::int64_t>(decoding_.size());
+      std::int64_t held = 0;
+      switch (config_.groups[g].kind) {
+        case GroupKind::full:
+          held = cache.published + static_cast<std::int64_t>(cache.full[full++].size());
+          break;
+        case GroupKind::window:
+          held = static_cast<std::int64_t>(cache.windows[window++].blocks.size());
+          break;
+        case GroupKind::state:
+          held = cache.states[state++].working ? 1 : 0;
+          break;
+      }
+      sum[g] += std::max<std::int64_t>(0, need[g] - held);
     }
-    return sum;
+  }
+  for (GroupId g = 0; g < config_.groups.size(); ++g) {
+    if (config_.groups[g].kind != GroupKind::state) sum[g] += static_cast<std::int64_t>(decoding_.size());
+  }
+  return sum;
 }
 
 void Scheduler::admit() {
-    if (blocked_epoch_ == epoch_) return;
-    blocked_epoch_ = epoch_;
-    for (auto next = waiting_.begin(); next != waiting_.end() && slots_.free() > 0;) {
-        Request& request = **next;
-        // A retracted request first hears of the token that is still on its way.
-        if (request.in_flight > 0) {
-            ++next;
-            continue;
-        }
-        if (!promise_allows_one_more()) {
-            blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
-            return;
-        }
-        if (admit_one(request) == Admission::no_room) return;
-        next = waiting_.erase(next);
+  if (blocked_epoch_ == epoch_) return;
+  blocked_epoch_ = epoch_;
+  for (auto next = waiting_.begin(); next != waiting_.end() && slots_.free() > 0;) {
+    Request& request = **next;
+    // A retracted request first hears of the token that is still on its way.
+    if (request.in_flight > 0) {
+      ++next;
+      continue;
     }
+    if (!promise_allows_one_more()) {
+      blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
+      return;
+    }
+    if (admit_one(request) == Admission::no_room) return;
+    next = waiting_.erase(next);
+  }
 }
 
 bool Scheduler::promise_allows_one_more() const {
-    const std::size_t running = decoding_.size() + prefilling_.size();
-    if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows()) return true;
-    StepLoad load;
-    load.tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
-    for (const auto* list : {&decoding_, &prefilling_}) {
-        for (const Request* request : *list) load.decode_context += request->known;
-    }
-    load.decode_context *= static_cast<double>(running + 1) / static_cast<double>(running);
-    return model_.predict(load) <= 1.0 / config_.policy.min_tps_per_user;
+  const std::size_t running = decoding_.size() + prefilling_.size();
+  if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows()) return true;
+  StepLoad load;
+  load.tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
+  for (const auto* list : {&decoding_, &prefilling_}) {
+    for (const Request* request : *list) load.decode_context += request->known;
+  }
+  load.decode_context *= static_cast<double>(running + 1) / static_cast<double>(running);
+  return model_.predict(load) <= 1.0 / config_.policy.min_tps_per_user;
 }
 
 Scheduler::Admission Scheduler::admit_one(Request& request) {
-    Match match;
-    if (request.hashing) {
-        const auto limit = static_cast<std::uint32_t>((request.known - 1) / config_.block_tokens);
-        match = cache_.index().match(request.hashes, limit);
-        if (follow(request, match)) return Admission::follows;
-    }
-    Need need = need_of(request, match.resume);
-    const Need others = committed();
-    for (std::size_t g = 0; g < need.size(); ++g) need[g] += others[g];
-    // Cached blocks that nobody else uses can't be evicted any more once this request uses them.
-    for (NodeId node = match.resume_node; node != kNone && !cache_.index().is_protected(node); node = cache_.index().parent(node)) {
-        for (const GroupId full : cache_.index().full_groups()) ++need[full];
-    }
-    for (const GroupId group : state_groups_) need[group] += match.resume > 0 ? 1 : 0;
-    const std::vector<Cached> missing = missing_on_device(match);
-    for (const Cached& what : missing) {
-        if (load_of(what) != nullptr) continue;
-        if (what.side != kNone) {
-            ++need[cache_.index().side_group(what.side)];
-        } else {
-            for (const GroupId full : cache_.index().full_groups()) ++need[full];
-        }
-    }
-    if (!cache_.fits(need)) return Admission::no_room;
-
-    // A prefix known beyond the resume point is where two prompts part: the next one that shares it shall find a state there.
-    if (!state_groups_.empty() && match.shared > match.resume) want_checkpoint(request, match.shared);
-    Holding cache;
-    pin_prefix(cache, match);
-    for (const Cached& what : missing) {
-        // What was started goes on by itself if the rest finds no room.
-        if (load_of(what) == nullptr && !start_load(what)) return Admission::no_room;
-    }
-    SlotRef slot = slots_.take();
-    tell_prefix(cache, slot.id(), match);
-    request.loads = static_cast<std::int32_t>(missing.size());
-    for (const Cached& what : missing) load_of(what)->waiters.emplace_back(request.id, request.run);
-    request.slot = slot.id();
-    request.planned = request.computed = request.edge = static_cast<std::int32_t>(match.resume) * config_.block_tokens;
-    request.publish_at = request.computed + config_.block_tokens;
-    draft_->admitted.ids.push_back(request.id);
-    draft_->admitted.slots.push_back(request.slot);
-    draft_->admitted.cached_tokens.push_back(request.computed);
-    draft_->admitted.known_tokens.push_back(request.known);
-    if (request.retractions == 0) {
-        counters_.prompt_tokens += request.prompt;
-        counters_.cached_tokens += request.computed;
-        counters_.ceiling_tokens += request.ceiling;
-    }
-    Admit event{std::move(slot), std::move(cache)};
-    if (std::holds_alternative<Submitted>(request.state)) {
-        move_on<Submitted>(request, std::move(event));
+  Match match;
+  if (request.hashing) {
+    const auto limit = static_cast<std::uint32_t>((request.known - 1) / config_.block_tokens);
+    match = cache_.index().match(request.hashes, limit);
+    if (follow(request, match)) return Admission::follows;
+  }
+  Need need = need_of(request, match.resume);
+  const Need others = committed();
+  for (std::size_t g = 0; g < need.size(); ++g) need[g] += others[g];
+  // Cached blocks that nobody else uses can't be evicted any more once this request uses them.
+  for (NodeId node = match.resume_node; node != kNone && !cache_.index().is_protected(node);
+       node = cache_.index().parent(node)) {
+    for (const GroupId full : cache_.index().full_groups()) ++need[full];
+  }
+  for (const GroupId group : state_groups_) need[group] += match.resume > 0 ? 1 : 0;
+  const std::vector<Cached> missing = missing_on_device(match);
+  for (const Cached& what : missing) {
+    if (load_of(what) != nullptr) continue;
+    if (what.side != kNone) {
+      ++need[cache_.index().side_group(what.side)];
     } else {
-        move_on<Retracted>(request, std::move(event));
+      for (const GroupId full : cache_.index().full_groups()) ++need[full];
     }
-    enlist(request);
-    if (request.hashing) {
-        request.lead_until = static_cast<std::uint32_t>(request.hashes.size());
-        lead(request);
-    }
-    return Admission::admitted;
+  }
+  if (!cache_.fits(need)) return Admission::no_room;
+
+  // A prefix known beyond the resume point is where two prompts part: the next one that shares it shall find
+  // a state there.
+  if (!state_groups_.empty() && match.shared > match.resume) want_checkpoint(request, match.shared);
+  Holding cache;
+  pin_prefix(cache, match);
+  for (const Cached& what : missing) {
+    // What was started goes on by itself if the rest finds no room.
+    if (load_of(what) == nullptr && !start_load(what)) return Admission::no_room;
+  }
+  SlotRef slot = slots_.take();
+  tell_prefix(cache, slot.id(), match);
+  request.loads = static_cast<std::int32_t>(missing.size());
+  for (const Cached& what : missing) load_of(what)->waiters.emplace_back(request.id, request.run);
+  request.slot = slot.id();
+  request.planned = request.computed = request.edge =
+      static_cast<std::int32_t>(match.resume) * config_.block_tokens;
+  request.publish_at = request.computed + config_.block_tokens;
+  draft_->admitted.ids.push_back(request.id);
+  draft_->admitted.slots.push_back(request.slot);
+  draft_->admitted.cached_tokens.push_back(request.computed);
+  draft_->admitted.known_tokens.push_back(request.known);
+  if (request.retractions == 0) {
+    counters_.prompt_tokens += request.prompt;
+    counters_.cached_tokens += request.computed;
+    counters_.ceiling_tokens += request.ceiling;
+  }
+  Admit event{std::move(slot), std::move(cache)};
+  if (std::holds_alternative<Submitted>(request.state)) {
+    move_on<Submitted>(request, std::move(event));
+  } else {
+    move_on<Retracted>(request, std::move(event));
+  }
+  enlist(request);
+  if (request.hashing) {
+    request.lead_until = static_cast<std::uint32_t>(request.hashes.size());
+    lead(request);
+  }
+  return Admission::admitted;
 }
 
 void Scheduler::pin_prefix(Holding& cache, const Match& match) {
-    PrefixIndex& index = cache_.index();
-    cache.tip = index.pin(match.resume_node);
-    cache.published = match.resume;
-    cache.full.resize(index.full_groups().size());
-    cache.windows.resize(window_groups_.size());
-    cache.states.resize(state_groups_.size());
-    cache.last_checkpoint = match.resume;
-    for (std::size_t w = 0; w < window_groups_.size(); ++w) {
-        WindowHolding& window = cache.windows[w];
-        window.first = first_seen(match.resume * static_cast<std::uint32_t>(config_.block_tokens), window_groups_[w]);
-        window.blocks.resize(match.resume - window.first);
-        NodeId node = match.resume_node;
-        for (auto block = window.blocks.rbegin(); block != window.blocks.rend(); ++block, node = index.parent(node)) {
-            block->kept = index.pin_side(index.side(node, window_groups_[w]));
-        }
+  PrefixIndex& index = cache_.index();
+  cache.tip = index.pin(match.resume_node);
+  cache.published = match.resume;
+  cache.full.resize(index.full_groups().size());
+  cache.windows.resize(window_groups_.size());
+  cache.states.resize(state_groups_.size());
+  cache.last_checkpoint = match.resume;
+  for (std::size_t w = 0; w < window_groups_.size(); ++w) {
+    WindowHolding& window = cache.windows[w];
+    window.first =
+        first_seen(match.resume * static_cast<std::uint32_t>(config_.block_tokens), window_groups_[w]);
+    window.blocks.resize(match.resume - window.first);
+    NodeId node = match.resume_node;
+    for (auto block = window.blocks.rbegin(); block != window.blocks.rend();
+         ++block, node = index.parent(node)) {
+      block->kept = index.pin_side(index.side(node, window_groups_[w]));
     }
-    for (std::size_t s = 0; s < state_groups_.size() && match.resume > 0; ++s) {
-        cache.states[s].source = index.pin_side(index.side(match.resume_node, state_groups_[s]));
-    }
+  }
+  for (std::size_t s = 0; s < state_groups_.size() && match.resume > 0; ++s) {
+    cache.states[s].source = index.pin_side(index.side(match.resume_node, state_groups_[s]));
+  }
 }
 
 void Scheduler::tell_prefix(const Holding& cache, SlotId slot, const Match& match) {
-    const PrefixIndex& index = cache_.index();
-    for (std::size_t f = 0; f < cache.full.size(); ++f) {
-        BlockUpdates& updates = draft_->block_updates[index.full_groups()[f]];
-        NodeId node = match.resume_node;
-        for (std::uint32_t depth = match.resume; depth > 0; --depth, node = index.parent(node)) {
-            updates.add(slot, depth - 1, device_block({node, kNone}, static_cast<int>(f)));
-        }
+  const PrefixIndex& index = cache_.index();
+  for (std::size_t f = 0; f < cache.full.size(); ++f) {
+    BlockUpdates& updates = draft_->block_updates[index.full_groups()[f]];
+    NodeId node = match.resume_node;
+    for (std::uint32_t depth = match.resume; depth > 0; --depth, node = index.parent(node)) {
+      updates.add(slot, depth - 1, device_block({node, kNone}, static_cast<int>(f)));
     }
-    for (std::size_t w = 0; w < window_groups_.size(); ++w) {
-        std::uint32_t at = cache.windows[w].first;
-        for (const WindowBlock& block : cache.windows[w].blocks) {
-            draft_->block_updates[window_groups_[w]].add(slot, at++, device_block({kNone, block.kept.side()}, 0));
-        }
+  }
+  for (std::size_t w = 0; w < window_groups_.size(); ++w) {
+    std::uint32_t at = cache.windows[w].first;
+    for (const WindowBlock& block : cache.windows[w].blocks) {
+      draft_->block_updates[window_groups_[w]].add(slot, at++, device_block({kNone, block.kept.side()}, 0));
     }
+  }
 }
 
 std::uint32_t Scheduler::first_seen(std::uint32_t position, GroupId group) const {
-    const auto window = static_cast<std::uint32_t>(config_.groups[group].window);
-    return (position < window ? 0 : position - window + 1) / static_cast<std::uint32_t>(config_.block_tokens);
+  const auto window = static_cast<std::uint32_t>(config_.groups[group].window);
+  return (position < window ? 0 : position - window + 1) / static_cast<std::uint32_t>(config_.block_tokens);
 }
 
 }  // namespace quickturn::control

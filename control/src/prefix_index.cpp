@@ -6,7 +6,8 @@ namespace quickturn::control {
 
 namespace {
 
-// Attention makes a token at this depth cost twice one at the start, about right for the models that agents use.
+// Attention makes a token at this depth cost twice one at the start, about right for the models that agents
+// use.
 constexpr double kDoubleCostDepth = 32768.0;
 
 // Spare checkpoints count as an hour older than they are, and what it costs to make them again counts more.
@@ -17,23 +18,27 @@ static_assert(kFirstTick > 2 * kSpareAge);
 // Fetching a block from the tier below costs about this much less than computing it again.
 constexpr std::uint32_t kCheaperToLoad = 4;
 
-// How much longer a block is kept for costing `ratio` times the mean a byte; grows slower and slower, at most 8 times `hold`.
-std::uint32_t bonus(std::uint32_t hold, double ratio) { return static_cast<std::uint32_t>(hold * (ratio / (1.0 + ratio / 8.0))); }
+// How much longer a block is kept for costing `ratio` times the mean a byte; grows slower and slower, at most
+// 8 times `hold`.
+std::uint32_t bonus(std::uint32_t hold, double ratio) {
+  return static_cast<std::uint32_t>(hold * (ratio / (1.0 + ratio / 8.0)));
+}
 
 std::size_t expected_nodes(const SchedulerConfig& config, const std::vector<GroupId>& full_groups) {
-    if (full_groups.empty()) return 1024;
-    const GroupId group = full_groups[0];
-    std::size_t count = static_cast<std::size_t>(config.num_slabs) * static_cast<std::size_t>(config.groups[group].blocks_per_slab);
-    for (const auto& tier : config.tiers) count += static_cast<std::size_t>(tier.blocks[group]);
-    return count;
+  if (full_groups.empty()) return 1024;
+  const GroupId group = full_groups[0];
+  std::size_t count = static_cast<std::size_t>(config.num_slabs) *
+                      static_cast<std::size_t>(config.groups[group].blocks_per_slab);
+  for (const auto& tier : config.tiers) count += static_cast<std::size_t>(tier.blocks[group]);
+  return count;
 }
 
 std::vector<GroupId> groups_of(const SchedulerConfig& config, GroupKind kind) {
-    std::vector<GroupId> groups;
-    for (std::size_t g = 0; g < config.groups.size(); ++g) {
-        if (config.groups[g].kind == kind) groups.push_back(static_cast<GroupId>(g));
-    }
-    return groups;
+  std::vector<GroupId> groups;
+  for (std::size_t g = 0; g < config.groups.size(); ++g) {
+    if (config.groups[g].kind == kind) groups.push_back(static_cast<GroupId>(g));
+  }
+  return groups;
 }
 
 }  // namespace
@@ -50,384 +55,225 @@ PrefixIndex::PrefixIndex(const SchedulerConfig& config, Storage& storage, EventL
       tiers_(static_cast<std::size_t>(storage.num_tiers())) {}
 
 std::uint32_t PrefixIndex::key_of(NodeId id, TierId tier) const {
-    const Node& node = nodes_[id];
-    if (node.used == 0) return 0;
-    const std::uint32_t extra = bonus(hold_ticks_, 1.0 + node.depth * static_cast<double>(config_.block_tokens) / kDoubleCostDepth);
-    for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
-        if (has_copy(id, static_cast<TierId>(below))) return node.used + extra / kCheaperToLoad;
-    }
-    return node.used + extra;
+  const Node& node = nodes_[id];
+  if (node.used == 0) return 0;
+  const std::uint32_t extra =
+      bonus(hold_ticks_, 1.0 + node.depth * static_cast<double>(config_.block_tokens) / kDoubleCostDepth);
+  for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
+    if (has_copy(id, static_cast<TierId>(below))) return node.used + extra / kCheaperToLoad;
+  }
+  return node.used + extra;
 }
 
 std::uint32_t PrefixIndex::key_of_side(SideId id, TierId tier) const {
-    const Side& side = sides_[id];
-    // Left behind by its session: what would be cheap to make again goes first, so that the rest is spread over the context.
-    if (side.used == 0) return side.bonus;
-    if (side.spare) return side.used - kSpareAge + kSpareBonus * side.bonus;
-    for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
-        if (side.block[below] != kNoBlock) return side.used + side.bonus / kCheaperToLoad;
-    }
-    return side.used + side.bonus;
+  const Side& side = sides_[id];
+  // Left behind by its session: what would be cheap to make again goes first, so that the rest is spread over
+  // the context.
+  if (side.used == 0) return side.bonus;
+  if (side.spare) return side.used - kSpareAge + kSpareBonus * side.bonus;
+  for (std::size_t below = tier + std::size_t{1}; below < tiers_.size(); ++below) {
+    if (side.block[below] != kNoBlock) return side.used + side.bonus / kCheaperToLoad;
+  }
+  return side.used + side.bonus;
 }
 
 NodeId PrefixIndex::find(const Hash128& hash) const { return table_.find(hash, hash_of()); }
 
 bool PrefixIndex::has_any_copy(NodeId node) const {
-    for (TierId t = 0; t < tiers_.size(); ++t) {
-        if (has_copy(node, t)) return true;
-    }
-    return false;
+  for (TierId t = 0; t < tiers_.size(); ++t) {
+    if (has_copy(node, t)) return true;
+  }
+  return false;
 }
 
 // ---- pins
 
 NodePin PrefixIndex::pin(NodeId node, bool use) {
-    if (node == kNone) return {};
-    protect(node);
-    return {this, node, use};
+  if (node == kNone) return {};
+  protect(node);
+  return {this, node, use};
 }
 
 void PrefixIndex::protect(NodeId node) {
-    for (NodeId at = node; at != kNone && nodes_[at].holders++ == 0; at = nodes_[at].parent) {
-        set_fixed(at, true);
-        refresh(at);
-    }
+  for (NodeId at = node; at != kNone && nodes_[at].holders++ == 0; at = nodes_[at].parent) {
+    set_fixed(at, true);
+    refresh(at);
+  }
 }
 
 void PrefixIndex::unprotect(NodeId node, bool use) {
-    for (NodeId at = node; at != kNone;) {
-        const NodeId parent = nodes_[at].parent;
-        // A superseded node that was used again is as good as any other; one kept until later stays so.
-        if (use) nodes_[at].used = std::max(nodes_[at].used, now_);
-        if (--nodes_[at].holders > 0) return;
-        set_fixed(at, false);
-        refresh(at);
-        collect(at);
-        at = parent;
-    }
+  for (NodeId at = node; at != kNone;) {
+    const NodeId parent = nodes_[at].parent;
+    // A superseded node that was used again is as good as any other; one kept until later stays so.
+    if (use) nodes_[at].used = std::max(nodes_[at].used, now_);
+    if (--nodes_[at].holders > 0) return;
+    set_fixed(at, false);
+    refresh(at);
+    collect(at);
+    at = parent;
+  }
 }
 
 SidePin PrefixIndex::pin_side(SideId id, bool use) {
-    Side& side = sides_[id];
-    if (side.pins++ == 0) {
-        if (side.block[kDevice] != kNoBlock) storage_.device().fix(side.group, side.block[kDevice]);
-        refresh_side(id);
-    }
-    protect(side.node);
-    return {this, id, use};
+  Side& side = sides_[id];
+  if (side.pins++ == 0) {
+    if (side.block[kDevice] != kNoBlock) storage_.device().fix(side.group, side.block[kDevice]);
+    refresh_side(id);
+  }
+  protect(side.node);
+  return {this, id, use};
 }
 
 void PrefixIndex::unpin_side(SideId id, bool use) {
-    Side& side = sides_[id];
-    if (use) {
-        side.used = std::max(side.used, now_);
-        side.spare = false;
-    }
-    if (--side.pins == 0) {
-        if (side.block[kDevice] != kNoBlock) storage_.device().unfix(side.group, side.block[kDevice]);
-        refresh_side(id);
-    }
-    unprotect(side.node, use);
+  Side& side = sides_[id];
+  if (use) {
+    side.used = std::max(side.used, now_);
+    side.spare = false;
+  }
+  if (--side.pins == 0) {
+    if (side.block[kDevice] != kNoBlock) storage_.device().unfix(side.group, side.block[kDevice]);
+    refresh_side(id);
+  }
+  unprotect(side.node, use);
 }
 
 void PrefixIndex::set_fixed(NodeId node, bool fixed) {
-    if (!has_copy(node, kDevice)) return;
-    for (std::size_t f = 0; f < full_groups_.size(); ++f) {
-        const BlockId id = block(node, kDevice, static_cast<int>(f));
-        if (fixed) {
-            storage_.device().fix(full_groups_[f], id);
-        } else {
-            storage_.device().unfix(full_groups_[f], id);
-        }
+  if (!has_copy(node, kDevice)) return;
+  for (std::size_t f = 0; f < full_groups_.size(); ++f) {
+    const BlockId id = block(node, kDevice, static_cast<int>(f));
+    if (fixed) {
+      storage_.device().fix(full_groups_[f], id);
+    } else {
+      storage_.device().unfix(full_groups_[f], id);
     }
+  }
 }
 
 // ---- entering
 
 NodeId PrefixIndex::new_node(const Hash128& hash, NodeId parent) {
-    NodeId id;
-    if (!free_nodes_.empty()) {
-        id = free_nodes_.back();
-        free_nodes_.pop_back();
-    } else {
-        id = static_cast<NodeId>(nodes_.size());
-        if (nodes_.empty()) {
-            // One exact reservation: growing by doubling would waste half of what the index may take.
-            const std::size_t expected = expected_nodes(config_, full_groups_);
-            nodes_.reserve(expected);
-            hashes_.reserve(expected);
-            for (auto& tier : tiers_) {
-                tier.cells.reserve(expected);
-                tier.blocks.reserve(expected * full_groups_.size());
-            }
-        }
-        nodes_.emplace_back();
-        hashes_.emplace_back();
-        if (!window_groups_.empty() || !state_groups_.empty()) first_side_.push_back(kNone);
-        for (auto& tier : tiers_) {
-            tier.cells.emplace_back();
-            tier.blocks.resize(tier.blocks.size() + full_groups_.size(), kNoBlock);
-        }
+  NodeId id;
+  if (!free_nodes_.empty()) {
+    id = free_nodes_.back();
+    free_nodes_.pop_back();
+  } else {
+    id = static_cast<NodeId>(nodes_.size());
+    if (nodes_.empty()) {
+      // One exact reservation: growing by doubling would waste half of what the index may take.
+      const std::size_t expected = expected_nodes(config_, full_groups_);
+      nodes_.reserve(expected);
+      hashes_.reserve(expected);
+      for (auto& tier : tiers_) {
+        tier.cells.reserve(expected);
+        tier.blocks.reserve(expected * full_groups_.size());
+      }
     }
-    hashes_[id] = hash;
-    nodes_[id] = Node{parent, 0, 0, depth(parent) + 1, now_};
-    if (parent != kNone) {
-        ++nodes_[parent].children;
-        refresh(parent);
+    nodes_.emplace_back();
+    hashes_.emplace_back();
+    if (!window_groups_.empty() || !state_groups_.empty()) first_side_.push_back(kNone);
+    for (auto& tier : tiers_) {
+      tier.cells.emplace_back();
+      tier.blocks.resize(tier.blocks.size() + full_groups_.size(), kNoBlock);
     }
-    table_.insert(id, hash_of());
-    return id;
+  }
+  hashes_[id] = hash;
+  nodes_[id] = Node{parent, 0, 0, depth(parent) + 1, now_};
+  if (parent != kNone) {
+    ++nodes_[parent].children;
+    refresh(parent);
+  }
+  table_.insert(id, hash_of());
+  return id;
 }
 
 NodePin PrefixIndex::publish(const NodePin& parent, const Hash128& hash, std::span<BlockRef> blocks) {
-    NodeId id = find(hash);
-    if (id == kNone) id = new_node(hash, parent.node());
-    NodePin held = pin(id);
-    install(id, kDevice, blocks);
-    return held;
+  NodeId id = find(hash);
+  if (id == kNone) id = new_node(hash, parent.node());
+  NodePin held = pin(id);
+  install(id, kDevice, blocks);
+  return held;
 }
 
 void PrefixIndex::install(NodeId id, TierId t, std::span<BlockRef> blocks) {
-    if (full_groups_.empty() || has_copy(id, t)) return;
-    for (std::size_t f = 0; f < full_groups_.size(); ++f) {
-        const GroupId group = full_groups_[f];
-        const BlockId block = storage_.adopt(t, group, std::move(blocks[f]), id);
-        tiers_[t].blocks[id * full_groups_.size() + f] = block;
-        if (t == kDevice && nodes_[id].holders == 0) storage_.device().unfix(group, block);
-        log(EventKind::stored, t, group, id);
-    }
-    const NodeId parent = nodes_[id].parent;
-    if (parent != kNone) {
-        ++tiers_[t].cells[parent].kids;
-        refresh(parent);
-    }
-    refresh(id);
-    if (t > 0) rekey(id);
+  if (full_groups_.empty() || has_copy(id, t)) return;
+  for (std::size_t f = 0; f < full_groups_.size(); ++f) {
+    const GroupId group = full_groups_[f];
+    const BlockId block = storage_.adopt(t, group, std::move(blocks[f]), id);
+    tiers_[t].blocks[id * full_groups_.size() + f] = block;
+    if (t == kDevice && nodes_[id].holders == 0) storage_.device().unfix(group, block);
+    log(EventKind::stored, t, group, id);
+  }
+  const NodeId parent = nodes_[id].parent;
+  if (parent != kNone) {
+    ++tiers_[t].cells[parent].kids;
+    refresh(parent);
+  }
+  refresh(id);
+  if (t > 0) rekey(id);
 }
 
 SideId PrefixIndex::side(NodeId node, GroupId group) const {
-    SideId id = first_side(node);
-    while (id != kNone && sides_[id].group != group) id = sides_[id].next;
-    return id;
+  SideId id = first_side(node);
+  while (id != kNone && sides_[id].group != group) id = sides_[id].next;
+  return id;
 }
 
-SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost, bool spare) {
-    SideId id = side(node, group);
-    if (id == kNone) {
-        if (!free_sides_.empty()) {
-            id = free_sides_.back();
-            free_sides_.pop_back();
-        } else {
-            id = static_cast<SideId>(sides_.size());
-            sides_.emplace_back();
-        }
-        // Cost per byte against that of a block of the first group: bytes go with 1 / blocks_per_slab.
-        const double bytes = static_cast<double>(config_.groups[0].blocks_per_slab) / config_.groups[group].blocks_per_slab;
-        sides_[id] = Side{};
-        sides_[id].node = node;
-        sides_[id].next = std::exchange(first_side_[node], id);
-        sides_[id].group = group;
-        sides_[id].spare = spare;
-        sides_[id].bonus = bonus(hold_ticks_, cost / (static_cast<double>(config_.block_tokens) * bytes));
-        ++live_sides_;
+SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, std::uint32_t cost,
+                                 bool spare) {
+  SideId id = side(node, group);
+  if (id == kNone) {
+    if (!free_sides_.empty()) {
+      id = free_sides_.back();
+      free_sides_.pop_back();
+    } else {
+      id = static_cast<SideId>(sides_.size());
+      sides_.emplace_back();
     }
-    sides_[id].used = std::max(sides_[id].used, now_);
-    sides_[id].spare = sides_[id].spare && spare;
-    install_side(id, kDevice, block);
-    return id;
+    // Cost per byte against that of a block of the first group: bytes go with 1 / blocks_per_slab.
+    const double bytes =
+        static_cast<double>(config_.groups[0].blocks_per_slab) / config_.groups[group].blocks_per_slab;
+    sides_[id] = Side{};
+    sides_[id].node = node;
+    sides_[id].next = std::exchange(first_side_[node], id);
+    sides_[id].group = group;
+    sides_[id].spare = spare;
+    sides_[id].bonus = bonus(hold_ticks_, cost / (static_cast<double>(config_.block_tokens) * bytes));
+    ++live_sides_;
+  }
+  sides_[id].used = std::max(sides_[id].used, now_);
+  sides_[id].spare = sides_[id].spare && spare;
+  install_side(id, kDevice, block);
+  return id;
 }
 
 void PrefixIndex::install_side(SideId id, TierId t, BlockRef& block) {
-    Side& side = sides_[id];
-    if (side.block[t] != kNoBlock) return;
-    side.block[t] = storage_.adopt(t, side.group, std::move(block), Arena::kSideBit | id);
-    if (t == kDevice && side.pins == 0) storage_.device().unfix(side.group, side.block[t]);
-    log(EventKind::stored, t, side.group, side.node);
-    refresh_side(id);
-    if (t > 0) rekey_side(id);
-}
-
-// ---- leaving
-
-void PrefixIndex::refresh(NodeId id) {
-    const Node& node = nodes_[id];
-    for (TierId t = 0; t < tiers_.size(); ++t) {
-        Tier& tier = tiers_[t];
-        bool want = node.holders == 0 && has_copy(id, t) && tier.cells[id].kids == 0;
-        if (want && node.children > 0) {
-            // The last copy of a node stays while something after it is known.
-            bool other = false;
-            for (TierId o = 0; o < tiers_.size(); ++o) other = other || (o != t && has_copy(id, o));
-            want = other;
-        }
-        if (want == (tier.cells[id].heap != kNone)) continue;
-        const auto place = [&tier](NodeId at) -> std::uint32_t& { return tier.cells[at].heap; };
-        if (want) {
-            tier.heap.push(key_of(id, t), id, place);
-        } else {
-            tier.heap.remove(id, place);
-        }
-    }
-}
-
-void PrefixIndex::rekey(NodeId id) {
-    for (TierId t = 0; t < tiers_.size(); ++t) {
-        Tier& tier = tiers_[t];
-        if (tier.cells[id].heap == kNone) continue;
-        const auto place = [&tier](NodeId at) -> std::uint32_t& { return tier.cells[at].heap; };
-        tier.heap.remove(id, place);
-        tier.heap.push(key_of(id, t), id, place);
-    }
-}
-
-void PrefixIndex::refresh_side(SideId id) {
-    Side& side = sides_[id];
-    for (TierId t = 0; t < tiers_.size(); ++t) {
-        const bool want = side.pins == 0 && side.block[t] != kNoBlock;
-        if (want == (side.heap[t] != kNone)) continue;
-        const auto place = [this, t](SideId at) -> std::uint32_t& { return sides_[at].heap[t]; };
-        if (want) {
-            tiers_[t].side_heaps[side.group].push(key_of_side(id, t), id, place);
-        } else {
-            tiers_[t].side_heaps[side.group].remove(id, place);
-        }
-    }
-}
-
-void PrefixIndex::rekey_side(SideId id) {
-    Side& side = sides_[id];
-    for (TierId t = 0; t < tiers_.size(); ++t) {
-        if (side.heap[t] == kNone) continue;
-        const auto place = [this, t](SideId at) -> std::uint32_t& { return sides_[at].heap[t]; };
-        tiers_[t].side_heaps[side.group].remove(id, place);
-        tiers_[t].side_heaps[side.group].push(key_of_side(id, t), id, place);
-    }
-}
-
-NodeId PrefixIndex::chain_victim(TierId tier) const { return tiers_[tier].heap.empty() ? kNone : tiers_[tier].heap.top().id; }
-
-SideId PrefixIndex::side_victim(TierId tier, GroupId group) const {
-    const auto& heap = tiers_[tier].side_heaps[group];
-    return heap.empty() ? kNone : heap.top().id;
-}
-
-void PrefixIndex::evict_chain(TierId tier) {
-    const NodeId id = chain_victim(tier);
-    drop_copy(id, tier);
-    collect(id);
-}
-
-void PrefixIndex::evict_side(TierId tier, GroupId group) {
-    const SideId id = side_victim(tier, group);
-    const NodeId node = sides_[id].node;
-    drop_side_copy(id, tier);
-    collect(node);
-}
-
-void PrefixIndex::drop_copy(NodeId id, TierId t) {
-    Node& node = nodes_[id];
-    for (std::size_t f = 0; f < full_groups_.size(); ++f) {
-        const GroupId group = full_groups_[f];
-        BlockId& block = tiers_[t].blocks[id * full_groups_.size() + f];
-        if (t == kDevice && node.holders == 0) storage_.device().fix(group, block);
-        storage_.surrender(t, group, std::exchange(block, kNoBlock)).reset();
-        log(EventKind::removed, t, group, id);
-    }
-    if (node.parent != kNone) {
-        // Whoever used the end of the chain used what is before it.
-        Node& parent = nodes_[node.parent];
-        if (parent.used != 0) parent.used = std::max(parent.used, node.used);
-        --tiers_[t].cells[node.parent].kids;
-        refresh(node.parent);
-    }
-    refresh(id);
-}
-
-void PrefixIndex::drop_side_copy(SideId id, TierId t) {
-    Side& side = sides_[id];
-    if (t == kDevice && side.pins == 0) storage_.device().fix(side.group, side.block[t]);
-    storage_.surrender(t, side.group, std::exchange(side.block[t], kNoBlock)).reset();
-    log(EventKind::removed, t, side.group, side.node);
-    refresh_side(id);
-    for (const BlockId block : side.block) {
-        if (block != kNoBlock) return;
-    }
-    remove_side(id);
-}
-
-void PrefixIndex::remove_side(SideId id) {
-    SideId* link = &first_side_[sides_[id].node];
-    while (*link != id) link = &sides_[*link].next;
-    *link = sides_[id].next;
-    free_sides_.push_back(id);
-    --live_sides_;
-}
-
-void PrefixIndex::collect(NodeId id) {
-    while (id != kNone) {
-        Node& node = nodes_[id];
-        if (node.holders > 0 || node.children > 0 || has_any_copy(id)) return;
-        if (full_groups_.empty() && first_side(id) != kNone) return;
-        // Without the full groups' blocks nothing can go on from here, whatever else is kept.
-        while (first_side(id) != kNone) {
-            const SideId side = first_side(id);
-            for (TierId t = 0; t < tiers_.size(); ++t) {
-                if (sides_[side].block[t] == kNoBlock) continue;
-                drop_side_copy(side, t);
-                if (first_side(id) != side) break;
-            }
-        }
-        table_.erase(id, hash_of());
-        const NodeId parent = node.parent;
-        free_nodes_.push_back(id);
-        node = Node{};
-        if (parent != kNone) {
-            --nodes_[parent].children;
-            refresh(parent);
-        }
-        id = parent;
-    }
-}
-
-// ---- retention
-
-void PrefixIndex::keep_until(NodeId node, Tick until) {
-    nodes_[node].used = std::max(nodes_[node].used, until);
-    rekey(node);
-}
-
-void PrefixIndex::keep_side_until(SideId side, Tick until) {
-    sides_[side].used = std::max(sides_[side].used, until);
-    rekey_side(side);
-}
-
-void PrefixIndex::supersede_tail(NodeId node) {
-    while (node != kNone && nodes_[node].holders == 0 && nodes_[node].children <= 1) {
-        nodes_[node].used = 0;
-        rekey(node);
-        node = nodes_[node].parent;
-    }
-}
-
-void PrefixIndex::supersede_side(SideId side) {
-    sides_[side].used = 0;
-    rekey_side(side);
+  Side& side = sides_[id];
+  if (side.block[t] != kNoBlock) return;
+  side.block[t] = storage_.adopt(t, side.group, std::move(block), Arena::kSideBit | id);
+  if (t == kDevice && side.pins == 0) storage_.device().unfix(side.group, side.block[t]);
+  log(EventKind::stored, t, side.group, side.node);
+  refresh_side(id);
+  if (t > 0) rekey_side(id);
 }
 
 void PrefixIndex::log(EventKind kind, TierId tier, GroupId group, NodeId id) {
-    if (!events_.enabled()) return;
-    const NodeId parent = nodes_[id].parent;
-    events_.record({kind, tier, group, nodes_[id].depth, hashes_[id], parent == kNone ? Hash128{} : hashes_[parent]});
+  if (!events_.enabled()) return;
+  const NodeId parent = nodes_[id].parent;
+  events_.record(
+      {kind, tier, group, nodes_[id].depth, hashes_[id], parent == kNone ? Hash128{} : hashes_[parent]});
 }
 
 std::size_t PrefixIndex::bytes() const {
-    std::size_t total = table_.bytes() + nodes_.capacity() * sizeof(Node) + hashes_.capacity() * sizeof(Hash128) + first_side_.capacity() * sizeof(SideId) + free_nodes_.capacity() * sizeof(NodeId) +
-                        sides_.capacity() * sizeof(Side) + free_sides_.capacity() * sizeof(SideId);
-    for (const auto& tier : tiers_) {
-        total += tier.cells.capacity() * sizeof(Cell) + tier.blocks.capacity() * sizeof(BlockId) + tier.heap.bytes();
-        for (const auto& heap : tier.side_heaps) total += heap.bytes();
-    }
-    return total;
+  std::size_t total = table_.bytes() + nodes_.capacity() * sizeof(Node) +
+                      hashes_.capacity() * sizeof(Hash128) + first_side_.capacity() * sizeof(SideId) +
+                      free_nodes_.capacity() * sizeof(NodeId) + sides_.capacity() * sizeof(Side) +
+                      free_sides_.capacity() * sizeof(SideId);
+  for (const auto& tier : tiers_) {
+    total +=
+        tier.cells.capacity() * sizeof(Cell) + tier.blocks.capacity() * sizeof(BlockId) + tier.heap.bytes();
+    for (const auto& heap : tier.side_heaps) total += heap.bytes();
+  }
+  return total;
 }
 
 }  // namespace quickturn::control

@@ -6,12 +6,12 @@ namespace {
 
 template <class From, class Event, class To>
 TransitionName names(Edge<From, Event, To>) {
-    return {From::name, Event::name, To::name};
+  return {From::name, Event::name, To::name};
 }
 
 template <class... E>
 std::vector<TransitionName> table(Table<E...>) {
-    return {names(E{})...};
+  return {names(E{})...};
 }
 
 }  // namespace

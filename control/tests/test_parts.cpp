@@ -14,132 +14,143 @@
 using namespace quickturn::control;
 
 TEST_CASE("the heap gives the least key, and forgets what is removed") {
-    std::mt19937 random(7);
-    IndexedHeap heap;
-    std::vector<std::uint32_t> places(200, kNone);
-    const auto place = [&places](std::uint32_t id) -> std::uint32_t& { return places[id]; };
-    std::map<std::uint32_t, std::uint32_t> keys;
-    for (int i = 0; i < 20000; ++i) {
-        const auto id = static_cast<std::uint32_t>(random() % places.size());
-        if (places[id] == kNone) {
-            keys[id] = static_cast<std::uint32_t>(random() % 50);
-            heap.push(keys[id], id, place);
-        } else {
-            heap.remove(id, place);
-            keys.erase(id);
-        }
-        CHECK(heap.size() == keys.size());
-        if (keys.empty()) continue;
-        std::pair<std::uint32_t, std::uint32_t> least{kNone, kNone};
-        for (const auto& [other, key] : keys) least = std::min(least, {key, other});
-        CHECK(heap.top().key == least.first);
-        CHECK(heap.top().id == least.second);
+  std::mt19937 random(7);
+  IndexedHeap heap;
+  std::vector<std::uint32_t> places(200, kNone);
+  const auto place = [&places](std::uint32_t id) -> std::uint32_t& { return places[id]; };
+  std::map<std::uint32_t, std::uint32_t> keys;
+  for (int i = 0; i < 20000; ++i) {
+    const auto id = static_cast<std::uint32_t>(random() % places.size());
+    if (places[id] == kNone) {
+      keys[id] = static_cast<std::uint32_t>(random() % 50);
+      heap.push(keys[id], id, place);
+    } else {
+      heap.remove(id, place);
+      keys.erase(id);
     }
+    CHECK(heap.size() == keys.size());
+    if (keys.empty()) continue;
+    std::pair<std::uint32_t, std::uint32_t> least{kNone, kNone};
+    for (const auto& [other, key] : keys) least = std::min(least, {key, other});
+    CHECK(heap.top().key == least.first);
+    CHECK(heap.top().id == least.second);
+  }
 }
 
 TEST_CASE("the node table finds what is in it, through growth and deletion") {
-    std::mt19937_64 random(11);
-    std::vector<Hash128> hashes(3000);
-    // Crowded homes: few different high bits.
-    for (auto& hash : hashes) hash = {(random() % 64) << 58 | (random() & 0xff), random()};
-    const auto hash_of = [&hashes](NodeId id) -> const Hash128& { return hashes[id]; };
-    NodeTable table(10);
-    std::vector<bool> in(hashes.size(), false);
-    for (int i = 0; i < 60000; ++i) {
-        const auto id = static_cast<NodeId>(random() % hashes.size());
-        if (in[id]) {
-            table.erase(id, hash_of);
-        } else if (table.size() < 1500) {
-            table.insert(id, hash_of);
-        } else {
-            continue;
-        }
-        in[id] = !in[id];
-        if (i % 1000 != 0) continue;
-        for (NodeId other = 0; other < hashes.size(); ++other) CHECK(table.find(hashes[other], hash_of) == (in[other] ? other : kNone));
+  std::mt19937_64 random(11);
+  std::vector<Hash128> hashes(3000);
+  // Crowded homes: few different high bits.
+  for (auto& hash : hashes) hash = {(random() % 64) << 58 | (random() & 0xff), random()};
+  const auto hash_of = [&hashes](NodeId id) -> const Hash128& { return hashes[id]; };
+  NodeTable table(10);
+  std::vector<bool> in(hashes.size(), false);
+  for (int i = 0; i < 60000; ++i) {
+    const auto id = static_cast<NodeId>(random() % hashes.size());
+    if (in[id]) {
+      table.erase(id, hash_of);
+    } else if (table.size() < 1500) {
+      table.insert(id, hash_of);
+    } else {
+      continue;
     }
+    in[id] = !in[id];
+    if (i % 1000 != 0) continue;
+    for (NodeId other = 0; other < hashes.size(); ++other)
+      CHECK(table.find(hashes[other], hash_of) == (in[other] ? other : kNone));
+  }
 }
 
 TEST_CASE("the step model learns a device where weights or arithmetic bind") {
-    const auto device = [](const StepLoad& load) {
-        return std::max(0.004, load.tokens / 25000.0) + load.decode_context * 5e-9 + load.prefill_work * 2e-11;
-    };
-    StepModel model;
-    std::mt19937 random(3);
-    CHECK(model.predict({64, 0, 0}) == 0.0);
-    for (int i = 0; i < 4000; ++i) {
-        StepLoad load;
-        load.decode_context = static_cast<double>(random() % 400000);
-        load.tokens = static_cast<double>(1 + random() % 64);
-        if (i % 3 == 0) {
-            const auto prefill = static_cast<double>(1 + random() % 4096);
-            load.prefill_work = prefill * static_cast<double>(random() % 30000);
-            load.tokens += prefill;
-        }
-        model.learn(load, device(load));
+  const auto device = [](const StepLoad& load) {
+    return std::max(0.004, load.tokens / 25000.0) + load.decode_context * 5e-9 + load.prefill_work * 2e-11;
+  };
+  StepModel model;
+  std::mt19937 random(3);
+  CHECK(model.predict({64, 0, 0}) == 0.0);
+  for (int i = 0; i < 4000; ++i) {
+    StepLoad load;
+    load.decode_context = static_cast<double>(random() % 400000);
+    load.tokens = static_cast<double>(1 + random() % 64);
+    if (i % 3 == 0) {
+      const auto prefill = static_cast<double>(1 + random() % 4096);
+      load.prefill_work = prefill * static_cast<double>(random() % 30000);
+      load.tokens += prefill;
     }
-    for (const StepLoad load : {StepLoad{32, 200000, 0}, StepLoad{90, 100000, 0}, StepLoad{1024, 50000, 0}, StepLoad{3000, 0, 3e7}}) {
-        CAPTURE(load.tokens);
-        CHECK(model.predict(load) == doctest::Approx(device(load)).epsilon(0.15));
-    }
-    const double before = model.predict({64, 0, 0});
-    model.learn({64, 0, 0}, 5.0);  // a stall is no news
-    CHECK(model.predict({64, 0, 0}) == before);
-    CHECK(model.trusted_tokens() >= 4096);
+    model.learn(load, device(load));
+  }
+  for (const StepLoad load :
+       {StepLoad{32, 200000, 0}, StepLoad{90, 100000, 0}, StepLoad{1024, 50000, 0}, StepLoad{3000, 0, 3e7}}) {
+    CAPTURE(load.tokens);
+    CHECK(model.predict(load) == doctest::Approx(device(load)).epsilon(0.15));
+  }
+  const double before = model.predict({64, 0, 0});
+  model.learn({64, 0, 0}, 5.0);  // a stall is no news
+  CHECK(model.predict({64, 0, 0}) == before);
+  CHECK(model.trusted_tokens() >= 4096);
 }
 
 TEST_CASE("what was seen before is the longest known prefix") {
-    SeenBlocks seen;
-    std::vector<Hash128> chain;
-    for (std::uint64_t i = 1; i <= 3000; ++i) chain.push_back({i * 0x9e3779b97f4a7c15ULL, i});
-    CHECK(seen.see(std::span(chain).first(10)) == 0);
-    CHECK(seen.see(std::span(chain).first(2500)) == 10);
-    CHECK(seen.see(chain) == 2500);
-    CHECK(seen.see(chain) == 3000);
-    CHECK(seen.see({}) == 0);
+  SeenBlocks seen;
+  std::vector<Hash128> chain;
+  for (std::uint64_t i = 1; i <= 3000; ++i) chain.push_back({i * 0x9e3779b97f4a7c15ULL, i});
+  CHECK(seen.see(std::span(chain).first(10)) == 0);
+  CHECK(seen.see(std::span(chain).first(2500)) == 10);
+  CHECK(seen.see(chain) == 2500);
+  CHECK(seen.see(chain) == 3000);
+  CHECK(seen.see({}) == 0);
 }
 
 TEST_CASE("the table of transitions is complete: nothing leaves an end, everything else can be cancelled") {
-    std::map<std::string_view, int> leaving;
-    for (const auto& row : transition_table()) ++leaving[row.from];
-    for (const std::string_view over : {"Finished", "Cancelled", "TimedOut"}) CHECK(leaving.count(over) == 0);
-    for (const std::string_view live : {"Submitted", "Prefilling", "Decoding", "Retracted", "AwaitingRemote", "HandingOver"}) {
-        CAPTURE(live);
-        const auto table = transition_table();
-        CHECK(std::any_of(table.begin(), table.end(), [&](const auto& row) { return row.from == live && row.to == "Cancelled"; }));
-    }
+  std::map<std::string_view, int> leaving;
+  for (const auto& row : transition_table()) ++leaving[row.from];
+  for (const std::string_view over : {"Finished", "Cancelled", "TimedOut"}) CHECK(leaving.count(over) == 0);
+  for (const std::string_view live :
+       {"Submitted", "Prefilling", "Decoding", "Retracted", "AwaitingRemote", "HandingOver"}) {
+    CAPTURE(live);
+    const auto table = transition_table();
+    CHECK(std::any_of(table.begin(), table.end(),
+                      [&](const auto& row) { return row.from == live && row.to == "Cancelled"; }));
+  }
 }
 
-TEST_CASE("disaggregation: the peer's cache arrives, is lost, or is handed over, and nothing is left behind") {
-    SlotPool slots(2);
-    Arena arena(1, std::array<std::int32_t, 1>{4});
-    const auto holding = [&arena] {
-        Holding cache;
-        cache.full.resize(1);
-        cache.full[0].push_back(arena.allocate(0, kNoBlock));
-        return cache;
-    };
-    AwaitingRemote waiting = on(Submitted{}, Reserve{slots.take(), holding()});
+TEST_CASE(
+    "disaggregation: the peer's cache arrives, is lost, or is handed over, and nothing is left behind") {
+  SlotPool slots(2);
+  Arena arena(1, std::array<std::int32_t, 1>{4});
+  const auto holding = [&arena] {
+    Holding cache;
+    cache.full.resize(1);
+    cache.full[0].push_back(arena.allocate(0, kNoBlock));
+    return cache;
+  };
+  AwaitingRemote waiting = on(Submitted{}, Reserve{slots.take(), holding()});
+  CHECK(arena.out(0) == 1);
+  SUBCASE("lost: the blocks outlive the state until whoever gets the remains lets go") {
+    Left<Submitted> left = on(std::move(waiting), RemoteLost{});
     CHECK(arena.out(0) == 1);
-    SUBCASE("lost: the blocks outlive the state until whoever gets the remains lets go") {
-        Left<Submitted> left = on(std::move(waiting), RemoteLost{});
-        CHECK(arena.out(0) == 1);
-        { const Remains gone = std::move(left.remains); }
-        CHECK(arena.out(0) == 0);
+    {
+      const Remains gone = std::move(left.remains);
     }
-    SUBCASE("arrived, decoded, handed over: the slot is free while the peer reads the blocks") {
-        Decoding decoding = on(std::move(waiting), RemoteArrived{});
-        Left<HandingOver> left = on(std::move(decoding), HandOver{});
-        { const Remains gone = std::move(left.remains); }
-        CHECK(slots.free() == 2);
-        CHECK(arena.out(0) == 1);
-        { const Remains gone = on(std::move(left.state), End{Reason::stop}).remains; }
-    }
-    SUBCASE("cancelled") {
-        const Remains gone = on(std::move(waiting), Cancel{}).remains;
-        CHECK(slots.free() == 1);
-    }
-    waiting = AwaitingRemote{};
     CHECK(arena.out(0) == 0);
+  }
+  SUBCASE("arrived, decoded, handed over: the slot is free while the peer reads the blocks") {
+    Decoding decoding = on(std::move(waiting), RemoteArrived{});
+    Left<HandingOver> left = on(std::move(decoding), HandOver{});
+    {
+      const Remains gone = std::move(left.remains);
+    }
     CHECK(slots.free() == 2);
+    CHECK(arena.out(0) == 1);
+    {
+      const Remains gone = on(std::move(left.state), End{Reason::stop}).remains;
+    }
+  }
+  SUBCASE("cancelled") {
+    const Remains gone = on(std::move(waiting), Cancel{}).remains;
+    CHECK(slots.free() == 1);
+  }
+  waiting = AwaitingRemote{};
+  CHECK(arena.out(0) == 0);
+  CHECK(slots.free() == 2);
 }

@@ -1,7 +1,8 @@
 """A device that holds no numbers, only what they would mean: the oracle of the control plane.
 
-Every cache position remembers the prefix that its key and value were computed from, every state the prefix that it stands for. Running a
-plan checks that each row reads exactly the prefix of its own request, and that nothing in use is overwritten.
+Every cache position remembers the prefix that its key and value were computed from, every state the prefix
+that it stands for. Running a plan checks that each row reads exactly the prefix of its own request, and
+that nothing in use is overwritten.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
-from numpy.typing import NDArray
-
 import quickturn_control as qc
+from numpy.typing import NDArray
 
 Block = tuple[int, int, int]
 """(tier, group, block id)"""
@@ -61,7 +61,9 @@ class Flight:
 class Device:
     """Runs plans. `check` failures are AssertionErrors."""
 
-    def __init__(self, groups: Sequence[tuple[str, int]], block_tokens: int, drafts: bool, random: Random) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[str, int]], block_tokens: int, drafts: bool, random: Random
+    ) -> None:
         self.groups = groups
         self.unit = block_tokens
         self.drafts = drafts
@@ -83,11 +85,17 @@ class Device:
                 self.by_slot.pop(int(slot))
             self.tracks.pop(int(number), None)
         for number, slot, cached, known in zip(
-            plan.admitted.ids, plan.admitted.slots, plan.admitted.cached_tokens, plan.admitted.known_tokens, strict=True
+            plan.admitted.ids,
+            plan.admitted.slots,
+            plan.admitted.cached_tokens,
+            plan.admitted.known_tokens,
+            strict=True,
         ):
             track = self.tracks[int(number)]
             assert int(slot) not in self.by_slot, "a slot has two owners"
-            assert known == len(track.host) and cached < known and cached % self.unit == 0
+            assert known == len(track.host)
+            assert cached < known
+            assert cached % self.unit == 0
             self.by_slot[int(slot)] = track
             track.slot, track.computed, track.cached = int(slot), int(cached), int(cached)
             track.device, track.prefixes = [], []
@@ -101,14 +109,26 @@ class Device:
             self._run_rows(plan)
 
     def _start(self, transfers: qc.Transfers) -> None:
-        columns = (transfers.groups, transfers.src_tiers, transfers.src_blocks, transfers.dst_tiers, transfers.dst_blocks)
+        columns = (
+            transfers.groups,
+            transfers.src_tiers,
+            transfers.src_blocks,
+            transfers.dst_tiers,
+            transfers.dst_blocks,
+        )
         for number, group, from_tier, source, to_tier, target in zip(transfers.ids, *columns, strict=True):
             src = (int(from_tier), int(group), int(source))
             dst = (int(to_tier), int(group), int(target))
             assert int(number) not in self.transfers
-            assert not any(dst in (s, d) for s, d, _ in self.transfers.values()), "a transfer's target is in use"
-            assert not any(src == d for _, d, _ in self.transfers.values()), "a transfer reads what isn't there yet"
-            assert all(dst not in flight.touched for flight in self.flights), "a transfer writes into a running step"
+            assert not any(dst in (s, d) for s, d, _ in self.transfers.values()), (
+                "a transfer's target is in use"
+            )
+            assert not any(src == d for _, d, _ in self.transfers.values()), (
+                "a transfer reads what isn't there yet"
+            )
+            assert all(dst not in flight.touched for flight in self.flights), (
+                "a transfer writes into a running step"
+            )
             self.transfers[int(number)] = (src, dst, list(self.content[src]))
             self.content[dst] = [GARBAGE] * (1 if self.groups[group][0] == "state" else self.unit)
 
@@ -125,7 +145,11 @@ class Device:
         assert len(set(plan.slots.tolist())) == plan.num_rows, "two rows of one request"
         for row in range(plan.num_rows):
             track = self.by_slot[int(plan.slots[row])]
-            query, sampled, decode = int(plan.query_lens[row]), bool(plan.samples[row]), row < plan.num_decode_rows
+            query, sampled, decode = (
+                int(plan.query_lens[row]),
+                bool(plan.samples[row]),
+                row < plan.num_decode_rows,
+            )
             context = int(plan.context_lens[row])
             if decode and self.drafts:
                 assert track.computed <= context
@@ -133,7 +157,8 @@ class Device:
                 assert track.computed == context, (track.computed, context)
             accepted = query
             if decode:
-                assert sampled and len(track.device) == track.computed + 1
+                assert sampled
+                assert len(track.device) == track.computed + 1
                 accepted = self.random.randint(1, query)
                 track.extend([self._token(track) for _ in range(accepted - 1)])
             assert track.computed + accepted <= len(track.device)
@@ -141,34 +166,55 @@ class Device:
             self._row(plan, row, track, query, accepted, touched, written)
             track.computed += accepted
             if sampled:
-                new = [*track.device[track.computed - accepted + 1 : track.computed], self._token(track)] if decode else [self._token(track)]
+                new = (
+                    [*track.device[track.computed - accepted + 1 : track.computed], self._token(track)]
+                    if decode
+                    else [self._token(track)]
+                )
                 track.extend(new[-1:])
                 flight.tokens += new
                 flight.counts.append(len(new))
                 flight.rows.append(track.id)
         for block, owner in written.items():
-            assert all(other.touched.get(block, owner) == owner for other in self.flights), f"{block} is in flight elsewhere"
-            assert all(block not in (src, dst) for src, dst, _ in self.transfers.values()), f"{block} is being copied"
+            assert all(other.touched.get(block, owner) == owner for other in self.flights), (
+                f"{block} is in flight elsewhere"
+            )
+            assert all(block not in (src, dst) for src, dst, _ in self.transfers.values()), (
+                f"{block} is being copied"
+            )
         self.flights.append(flight)
 
     def _row(
-        self, plan: qc.StepPlan, row: int, track: Track, query: int, accepted: int, touched: dict[Block, int], written: dict[Block, int]
+        self,
+        plan: qc.StepPlan,
+        row: int,
+        track: Track,
+        query: int,
+        accepted: int,
+        touched: dict[Block, int],
+        written: dict[Block, int],
     ) -> None:
         start, unit = track.computed, self.unit
         for group, (kind, window) in enumerate(self.groups):
             if kind == "state":
                 source, target = int(plan.state_in[group][row]), int(plan.state_out[group][row])
                 if plan.state_zero[group][row]:
-                    assert start == 0 and source == -1
+                    assert start == 0
+                    assert source == -1
                 else:
                     seen = self._read((0, group, source), 0, track, touched)
-                    assert start > 0 and seen == track.prefixes[start - 1], "a row starts from a wrong state"
-                self._write((0, group, target), 0, track.prefixes[start + accepted - 1], track, touched, written)
+                    assert start > 0
+                    assert seen == track.prefixes[start - 1], "a row starts from a wrong state"
+                self._write(
+                    (0, group, target), 0, track.prefixes[start + accepted - 1], track, touched, written
+                )
                 continue
             first = max(0, start - window + 1) if kind == "window" else 0
             for position in range(first, start):
                 block = (0, group, self.tables[group][track.slot, position // unit])
-                assert self._read(block, position % unit, track, touched) == track.prefixes[position], f"wrong key at {position}"
+                assert self._read(block, position % unit, track, touched) == track.prefixes[position], (
+                    f"wrong key at {position}"
+                )
             for position in range(start, start + query):
                 block = (0, group, self.tables[group][track.slot, position // unit])
                 value = track.prefixes[position] if position < start + accepted else GARBAGE
@@ -179,7 +225,13 @@ class Device:
         return self.content[block][offset]
 
     def _write(
-        self, block: Block, offset: int, value: int, track: Track, touched: dict[Block, int], written: dict[Block, int]
+        self,
+        block: Block,
+        offset: int,
+        value: int,
+        track: Track,
+        touched: dict[Block, int],
+        written: dict[Block, int],
     ) -> None:
         assert written.setdefault(block, track.id) == track.id, f"{block} has two owners"
         assert touched.get(block, track.id) == track.id, f"{block} is read by another row"
@@ -189,7 +241,11 @@ class Device:
 
     def _token(self, track: Track) -> int:
         # Few different tokens, so that stop tokens are hit and answers repeat each other.
-        return self.random.choice(sorted(track.stops)) if track.stops and self.random.random() < 0.08 else self.random.randint(0, 3)
+        return (
+            self.random.choice(sorted(track.stops))
+            if track.stops and self.random.random() < 0.08
+            else self.random.randint(0, 3)
+        )
 
     def result(self) -> tuple[Flight, qc.StepResult]:
         """The oldest step that is out, as the runtime reports it."""
@@ -203,7 +259,9 @@ class Device:
         ended = dict(zip(applied.ids.tolist(), applied.reasons.tolist(), strict=True))
         slots = dict(zip(applied.ids.tolist(), applied.slots.tolist(), strict=True))
         assert len(applied.accepted) == len(flight.rows)
-        for number, count, accepted in zip(flight.rows, flight.counts, applied.accepted.tolist(), strict=True):
+        for number, count, accepted in zip(
+            flight.rows, flight.counts, applied.accepted.tolist(), strict=True
+        ):
             tokens = flight.tokens[at : at + count]
             at += count
             track = self.tracks.get(number)

@@ -1,11 +1,10 @@
-"""A simulated clock and a device that only takes time: for cases whose contexts are too long for the content oracle."""
+"""A simulated clock and a device that only takes time: for contexts too long for the content oracle."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
-
 import quickturn_control as qc
+from numpy.typing import NDArray
 
 UNIT = 64
 FULL = qc.GroupConfig("full", 50)
@@ -13,8 +12,10 @@ STATE = qc.GroupConfig("state", 1)
 
 
 def roofline(plan: qc.StepPlan) -> float:
-    """Seconds of a step on a device like one H200 with an 8B model: weights or arithmetic bind, attention reads the cache."""
-    return max(0.0037, plan.num_tokens / 25600.0) + float(plan.context_lens[: plan.num_decode_rows].sum()) * 3e-9
+    """Seconds of a step on a device like one H200 with an 8B model: weights or arithmetic bind."""
+    return (
+        max(0.0037, plan.num_tokens / 25600.0) + float(plan.context_lens[: plan.num_decode_rows].sum()) * 3e-9
+    )
 
 
 def prompt(length: int, seed: int) -> NDArray[np.int32]:
@@ -52,7 +53,9 @@ class Sim:
     def add(self, tokens: NDArray[np.int32], max_tokens: int = 4, **options: object) -> int:
         """A request that arrives now."""
         self.next_id += 1
-        self.scheduler.add(qc.Request(self.next_id, tokens, max_tokens=max_tokens, arrival=self.now, **options))  # type: ignore[arg-type]
+        self.scheduler.add(
+            qc.Request(self.next_id, tokens, max_tokens=max_tokens, arrival=self.now, **options)
+        )  # type: ignore[arg-type]
         return self.next_id
 
     def step(self) -> qc.StepPlan | None:
@@ -73,7 +76,9 @@ class Sim:
         took = self.seconds(plan)
         self.now += took
         owners = {slot: number for number, slot in self.slot_of.items()}
-        applied = self.scheduler.apply(qc.StepResult(plan.step, np.full(plan.num_samples, 7, np.int32), elapsed_us=took * 1e6))
+        applied = self.scheduler.apply(
+            qc.StepResult(plan.step, np.full(plan.num_samples, 7, np.int32), elapsed_us=took * 1e6)
+        )
         for slot in plan.slots[plan.samples == 1].tolist():
             self.token_times.setdefault(owners[slot], []).append(self.now)
         self._end(applied)
@@ -88,7 +93,10 @@ class Sim:
             self.slot_of.pop(number)
             self.retracted.append(number)
         for number, slot, cached in zip(
-            plan.admitted.ids.tolist(), plan.admitted.slots.tolist(), plan.admitted.cached_tokens.tolist(), strict=True
+            plan.admitted.ids.tolist(),
+            plan.admitted.slots.tolist(),
+            plan.admitted.cached_tokens.tolist(),
+            strict=True,
         ):
             self.slot_of[number] = slot
             self.cached.setdefault(number, cached)

@@ -1,13 +1,12 @@
-"""Cases of lost reuse and bad scheduling seen elsewhere, each shown here without a model, on a simulated clock."""
+"""Cases of lost reuse and bad scheduling seen elsewhere, each without a model, on a simulated clock."""
 
 from random import Random
 
 import numpy as np
 import pytest
+import quickturn_control as qc
 from control_driver import Driver, Setup
 from control_sim import FULL, STATE, UNIT, Sim, prompt
-
-import quickturn_control as qc
 
 
 def joined(*parts: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
@@ -16,7 +15,7 @@ def joined(*parts: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("suffix", [40, 376, 1296])
 def test_shared_prefix_with_different_long_suffixes(suffix: int) -> None:
-    """The second sharer leaves a state where the two part; the third finds it. (A state at each prompt's end alone never hits.)"""
+    """The second sharer leaves a state where the two part, and the third finds it."""
     sim = Sim(60)
     shared = prompt(6476, 1)
     sim.answer(joined(shared, prompt(suffix, 2)))
@@ -44,11 +43,14 @@ def test_short_shared_prefix() -> None:
 
 
 def test_sparse_group_never_raises_the_hit() -> None:
-    """Drafts, states and windows: every turn starts from exactly the prefix it should. The device oracle checks each position."""
+    """Drafts, states and windows: every turn starts from the right prefix, by the device oracle."""
     for seed in range(30):
-        setup = Setup((("full", 4, 0), ("window", 4, 10), ("state", 1, 0)), 60, draft_tokens=3, max_step_tokens=32)
+        setup = Setup(
+            (("full", 4, 0), ("window", 4, 10), ("state", 1, 0)), 60, draft_tokens=3, max_step_tokens=32
+        )
         driver = Driver(setup, Random(f"chained runs {seed}"))
         history = [seed % 4 + 20] * 23
+        reusable = 0
         for turn in range(6):
             driver.ask(history)
             track = driver.device.tracks[driver.last_id]
@@ -56,7 +58,7 @@ def test_sparse_group_never_raises_the_hit() -> None:
                 driver.plan()
                 driver.apply()
             # At least up to the end of the last prompt.
-            assert turn == 0 or track.cached >= reusable
+            assert track.cached >= reusable
             reusable = len(track.prompt) // setup.block_tokens * setup.block_tokens
             history = [*track.host, *range(turn, turn + 5)]
         driver.drain()
@@ -80,7 +82,9 @@ def test_no_state_is_published_before_its_step_was_applied() -> None:
     sim.add(tokens)
     first = scheduler.plan(0.0)
     second = scheduler.plan(0.0)
-    assert first is not None and second is not None and first.num_tokens + second.num_tokens < 1000
+    assert first is not None
+    assert second is not None
+    assert first.num_tokens + second.num_tokens < 1000
     assert scheduler.match(tokens) == 0
     scheduler.apply(qc.StepResult(first.step, np.empty(0, np.int32)))
     # Its keys and values are known now, and so is the state at its end, which the second step only reads.
@@ -89,10 +93,14 @@ def test_no_state_is_published_before_its_step_was_applied() -> None:
 
 
 def test_five_hundred_retractions() -> None:
-    """A pool that is always short: every return starts from the right state, block by block. The device oracle checks each position."""
+    """A pool that is always short: every return starts from the right state, by the device oracle."""
     total = 0
     for seed in range(400):
-        driver = Driver(Setup((("full", 2, 0), ("state", 1, 0)), 13, max_step_tokens=12, max_requests=6), Random(f"short {seed}"), twin=False)
+        driver = Driver(
+            Setup((("full", 2, 0), ("state", 1, 0)), 13, max_step_tokens=12, max_requests=6),
+            Random(f"short {seed}"),
+            twin=False,
+        )
         for _ in range(500):
             driver.any_operation()
         driver.drain()
@@ -105,7 +113,9 @@ def test_five_hundred_retractions() -> None:
 def test_request_that_needs_nearly_the_whole_pool() -> None:
     """What can fit progresses; what can't is refused at once, with the numbers."""
     sim = Sim(10, [FULL])
-    with pytest.raises(ValueError, match=r"needs 501 full blocks \(50 a slab\), but the whole cache has 10 slabs"):
+    with pytest.raises(
+        ValueError, match=r"needs 501 full blocks \(50 a slab\), but the whole cache has 10 slabs"
+    ):
         sim.add(prompt(500 * UNIT, 1))
     sim.answer(prompt(200 * UNIT, 2))
     small = [sim.add(prompt(3000, 10 + i), 40) for i in range(4)]
@@ -129,7 +139,7 @@ def test_hybrid_admission_counts_every_group() -> None:
 
 
 def test_thinking_dropped_from_history() -> None:
-    """The next turn isn't an extension of prompt + answer; the checkpoint at the end of the prompt is what counts."""
+    """The next turn doesn't extend prompt + answer: the checkpoint at the end of the prompt counts."""
     sim = Sim(60)
     first = prompt(5000, 1)
     sim.answer(first, 700, session="a")
@@ -141,7 +151,7 @@ def test_thinking_dropped_from_history() -> None:
 
 
 def test_client_goes_away() -> None:
-    """Cancelled after the first token: its private blocks and state are back within one step, full prefix blocks stay."""
+    """Cancelled after the first token: private blocks and state come back within a step, the prefix stays."""
     sim = Sim(60)
     number = sim.add(prompt(3000, 1), 32_000)
     while number not in sim.token_times:
@@ -149,7 +159,8 @@ def test_client_goes_away() -> None:
     assert sim.scheduler.cancel(number)
     sim.step()
     stats = sim.scheduler.stats()
-    assert stats["requests_running"] == 0 and stats["requests_cancelled"] == 1
+    assert stats["requests_running"] == 0
+    assert stats["requests_cancelled"] == 1
     assert sim.ended[number] == qc.CANCELLED
     assert sim.scheduler.match(prompt(3000, 1)) == 3000 // UNIT * UNIT
     sim.scheduler.reset_prefix_cache()
@@ -170,7 +181,7 @@ def test_sixteen_children_of_one_cold_prefix(groups: list[qc.GroupConfig]) -> No
 
 
 def test_follower_does_not_wait_for_ever() -> None:
-    """The one that computes the prefix is stuck behind others: after the bound the follower goes by itself."""
+    """The one that computes the prefix goes away: the follower goes on by itself."""
     sim = Sim(200, [FULL], policy=qc.Policy(share_wait=0.05, min_tps_per_user=0.0))
     leader = sim.add(prompt(40_000, 1))
     sim.step()
@@ -182,7 +193,7 @@ def test_follower_does_not_wait_for_ever() -> None:
 
 
 def test_session_waits_on_a_tool_while_others_fill_the_pool() -> None:
-    """30 s of other people's prompts: the session's blocks go down a tier, and come back faster than they were computed."""
+    """30 s of other prompts: the session's blocks go down a tier and are quickly back."""
     sim = Sim(60, [FULL], tiers=[qc.TierConfig("host", [8000])], transfer_seconds=1.25e6 / 25e9)
     context = prompt(50_000, 1)
     start = sim.now
@@ -232,7 +243,7 @@ def test_superseded_tails_go_first() -> None:
 
 
 def test_long_prompt_beside_a_decoding_user() -> None:
-    """A decodes with 4,094 in, B brings 65,535: A's gaps stay within twice the steady one, B is hardly slower than alone."""
+    """A decodes with 4,094 in, B brings 65,535: A's gaps stay within twice the steady one, B loses little."""
     alone = Sim(60, [FULL])
     number = alone.add(prompt(65_535, 2))
     alone.run()
@@ -253,7 +264,7 @@ def test_long_prompt_beside_a_decoding_user() -> None:
 
 
 def test_promised_tokens_per_second() -> None:
-    """With min_tps_per_user=70 no step with decoding rows takes longer than 1/70 s, and prefills still get through."""
+    """At 70 tokens/s for everyone a step takes at most 1/70 s, and prefills still get through."""
     sim = Sim(100, [FULL], policy=qc.Policy(min_tps_per_user=70.0))
     users = [sim.add(prompt(2000, i), 400) for i in range(8)]
     while any(user not in sim.token_times for user in users):

@@ -43,7 +43,7 @@ SETUPS = {
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_busy_server(name: str) -> None:
-    """Long runs in the proportions of a busy server; two schedulers fed the same calls agree; at the end nothing is left."""
+    """Long runs in the proportions of a busy server; two schedulers agree; at the end nothing is left."""
     operations = OPERATIONS * 3 // 4 // len(SETUPS)
     length = 1000
     for number in range(max(1, operations // length)):

@@ -5,8 +5,8 @@ using namespace quickturn::control;
 
 BlockRef pass(BlockRef& block) {
 #ifdef MUST_NOT_COMPILE
-    return block;
+  return block;
 #else
-    return std::move(block);
+  return std::move(block);
 #endif
 }

@@ -5,8 +5,8 @@ using namespace quickturn::control;
 
 NodePin pass(NodePin& pin) {
 #ifdef MUST_NOT_COMPILE
-    return pin;
+  return pin;
 #else
-    return std::move(pin);
+  return std::move(pin);
 #endif
 }

@@ -5,8 +5,8 @@ using namespace quickturn::control;
 
 Decoding start(Prefilling& state) {
 #ifdef MUST_NOT_COMPILE
-    return on(state, PromptPlanned{});
+  return on(state, PromptPlanned{});
 #else
-    return on(std::move(state), PromptPlanned{});
+  return on(std::move(state), PromptPlanned{});
 #endif
 }

@@ -13,26 +13,26 @@ namespace quickturn::control {
 enum class EventKind : std::uint8_t { removed = 0, stored = 1 };
 
 struct KvEvent {
-    EventKind kind;
-    TierId tier;
-    GroupId group;
-    std::uint32_t depth;
-    Hash128 hash;
-    Hash128 parent;
+  EventKind kind;
+  TierId tier;
+  GroupId group;
+  std::uint32_t depth;
+  Hash128 hash;
+  Hash128 parent;
 };
 
 class EventLog {
-   public:
-    explicit EventLog(bool enabled) : enabled_(enabled) {}
-    bool enabled() const { return enabled_; }
-    void record(const KvEvent& event) {
-        if (enabled_) events_.push_back(event);
-    }
-    std::vector<KvEvent> take() { return std::exchange(events_, {}); }
+ public:
+  explicit EventLog(bool enabled) : enabled_(enabled) {}
+  bool enabled() const { return enabled_; }
+  void record(const KvEvent& event) {
+    if (enabled_) events_.push_back(event);
+  }
+  std::vector<KvEvent> take() { return std::exchange(events_, {}); }
 
-   private:
-    bool enabled_;
-    std::vector<KvEvent> events_;
+ private:
+  bool enabled_;
+  std::vector<KvEvent> events_;
 };
 
 }  // namespace quickturn::control

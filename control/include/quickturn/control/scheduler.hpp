@@ -1,9 +1,10 @@
 // The scheduler: requests in, plans out. Single-threaded and deterministic; every time comes from the caller.
 //
-// Its parts, one file each in src/: requests.cpp (add, cancel, end), planner.cpp (a step's rows), admission.cpp (who gets a slot),
-// growth.cpp (blocks and states for tokens about to be computed), settle.cpp (what a finished step means), publish.cpp (what enters the
-// prefix index), transfers.cpp (tiers), promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once), retention.cpp
-// (what stays warm, what goes first), report.cpp (stats and audit).
+// Its parts, one file each in src/: requests.cpp (add, cancel, end), planner.cpp (a step's rows),
+// admission.cpp (who gets a slot), growth.cpp (blocks and states for tokens about to be computed), settle.cpp
+// (what a finished step means), publish.cpp (what enters the prefix index), transfers.cpp (tiers),
+// promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once),
+// retention.cpp (what stays warm, what goes first), report.cpp (stats and audit).
 #pragma once
 
 #include <cstdint>
@@ -32,207 +33,216 @@
 namespace quickturn::control {
 
 struct Counters {
-    std::int64_t steps = 0;
-    std::int64_t prompt_tokens = 0;
-    std::int64_t cached_tokens = 0;
-    std::int64_t ceiling_tokens = 0;
-    std::int64_t computed_tokens = 0;
-    std::int64_t generated_tokens = 0;
-    std::int64_t retractions = 0;
-    std::int64_t shared_prefixes = 0;
-    std::int64_t finished = 0;
-    std::int64_t cancelled = 0;
-    std::int64_t timed_out = 0;
+  std::int64_t steps = 0;
+  std::int64_t prompt_tokens = 0;
+  std::int64_t cached_tokens = 0;
+  std::int64_t ceiling_tokens = 0;
+  std::int64_t computed_tokens = 0;
+  std::int64_t generated_tokens = 0;
+  std::int64_t retractions = 0;
+  std::int64_t shared_prefixes = 0;
+  std::int64_t finished = 0;
+  std::int64_t cancelled = 0;
+  std::int64_t timed_out = 0;
 };
 
 class Scheduler {
-   public:
-    explicit Scheduler(SchedulerConfig config);
-    Scheduler(const Scheduler&) = delete;
-    Scheduler& operator=(const Scheduler&) = delete;
+ public:
+  explicit Scheduler(SchedulerConfig config);
+  Scheduler(const Scheduler&) = delete;
+  Scheduler& operator=(const Scheduler&) = delete;
 
-    // Throws std::invalid_argument for a request that can never run.
-    void add(const RequestSpec& spec);
-    bool cancel(RequestId id);
-    bool finish(RequestId id);
-    // Keeps the session's cache warm while its tool runs, within the policy's bounds.
-    bool hold(const std::string& session, double seconds);
+  // Throws std::invalid_argument for a request that can never run.
+  void add(const RequestSpec& spec);
+  bool cancel(RequestId id);
+  bool finish(RequestId id);
+  // Keeps the session's cache warm while its tool runs, within the policy's bounds.
+  bool hold(const std::string& session, double seconds);
 
-    // The next step, nullptr if nothing can run and nothing changed. The plan is the caller's; it is reused once let go of.
-    std::shared_ptr<const StepPlan> plan(double now);
-    // Settles the oldest step that is out. `counts` may be empty: one token for each sampled row.
-    Applied apply(StepId step, std::span<const std::int32_t> tokens, std::span<const std::int32_t> counts, double elapsed_us);
+  // The next step, nullptr if nothing can run and nothing changed. The plan is the caller's; it is reused
+  // once let go of.
+  std::shared_ptr<const StepPlan> plan(double now);
+  // Settles the oldest step that is out. `counts` may be empty: one token for each sampled row.
+  Applied apply(StepId step, std::span<const std::int32_t> tokens, std::span<const std::int32_t> counts,
+                double elapsed_us);
 
-    // These copies are complete. Throws std::invalid_argument for one that isn't in progress.
-    void transfers_done(std::span<const TransferId> ids);
+  // These copies are complete. Throws std::invalid_argument for one that isn't in progress.
+  void transfers_done(std::span<const TransferId> ids);
 
-    std::int32_t match(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const;
-    // Identities of the full blocks of a prompt, for a router that follows the stream of events.
-    std::vector<Hash128> prefix_hashes(std::span<const std::int32_t> tokens, const std::string& adapter, const std::string& cache_salt) const;
-    bool has_unfinished() const { return !requests_.empty(); }
-    std::vector<std::pair<std::string, double>> stats() const;
-    std::vector<KvEvent> take_events() { return cache_.events().take(); }
-    std::size_t reset_prefix_cache() { return cache_.reset(); }
-    // Throws std::logic_error with what is broken. O(everything).
-    void check() const;
+  std::int32_t match(std::span<const std::int32_t> tokens, const std::string& adapter,
+                     const std::string& cache_salt) const;
+  // Identities of the full blocks of a prompt, for a router that follows the stream of events.
+  std::vector<Hash128> prefix_hashes(std::span<const std::int32_t> tokens, const std::string& adapter,
+                                     const std::string& cache_salt) const;
+  bool has_unfinished() const { return !requests_.empty(); }
+  std::vector<std::pair<std::string, double>> stats() const;
+  std::vector<KvEvent> take_events() { return cache_.events().take(); }
+  std::size_t reset_prefix_cache() { return cache_.reset(); }
+  // Throws std::logic_error with what is broken. O(everything).
+  void check() const;
 
-   private:
-    struct ByOrder {
-        bool operator()(const Request* a, const Request* b) const { return a->order < b->order; }
-    };
-    struct Row {
-        Request* request;
-        std::uint32_t run;
-        std::int32_t query;
-        bool sampled;
-        bool decode;
-    };
-    struct Flight {
-        StepId step = -1;
-        std::int32_t samples = 0;
-        StepLoad load;
-        std::vector<Row> rows;
-    };
-    struct HashKey {
-        std::size_t operator()(const Hash128& hash) const { return static_cast<std::size_t>(hash.lo); }
-    };
+ private:
+  struct ByOrder {
+    bool operator()(const Request* a, const Request* b) const { return a->order < b->order; }
+  };
+  struct Row {
+    Request* request;
+    std::uint32_t run;
+    std::int32_t query;
+    bool sampled;
+    bool decode;
+  };
+  struct Flight {
+    StepId step = -1;
+    std::int32_t samples = 0;
+    StepLoad load;
+    std::vector<Row> rows;
+  };
+  struct HashKey {
+    std::size_t operator()(const Hash128& hash) const { return static_cast<std::size_t>(hash.lo); }
+  };
 
-    // requests.cpp
-    void check_spec(const RequestSpec& spec) const;
-    void hash_prompt(Request& request, std::span<const std::int32_t> tokens) const;
-    void hash_tail(Request& request);
-    void fetch_ahead(const Request& request) const;
-    double head_start(const Request& request) const;
-    Hash128 before_block(const Request& request, std::size_t block, const Hash128& before) const;
-    void want_checkpoints(Request& request, const RequestSpec& spec) const;
-    void want_checkpoint(Request& request, std::uint32_t boundary) const;
-    Need need_of(const Request& request, std::uint32_t cached) const;
-    std::unique_ptr<Request> take_out(Request& request);
-    template <class Event>
-    void end(Request& request, Event event, Reason reason, EndedRows& report);
-    void retire(StepId last_step, Remains&& remains, std::unique_ptr<Request> request);
-    void expire(double now);
+  // requests.cpp
+  void check_spec(const RequestSpec& spec) const;
+  void hash_prompt(Request& request, std::span<const std::int32_t> tokens) const;
+  void hash_tail(Request& request);
+  void fetch_ahead(const Request& request) const;
+  double head_start(const Request& request) const;
+  Hash128 before_block(const Request& request, std::size_t block, const Hash128& before) const;
+  void want_checkpoints(Request& request, const RequestSpec& spec) const;
+  void want_checkpoint(Request& request, std::uint32_t boundary) const;
+  Need need_of(const Request& request, std::uint32_t cached) const;
+  std::unique_ptr<Request> take_out(Request& request);
+  template <class Event>
+  void end(Request& request, Event event, Reason reason, EndedRows& report);
+  void retire(StepId last_step, Remains&& remains, std::unique_ptr<Request> request);
+  void expire(double now);
 
-    // planner.cpp
-    std::int32_t decode_query(const Request& request) const;
-    void grow_decodes();
-    void plan_decodes();
-    void plan_prefills();
-    void emit(Request& request, std::int32_t query, bool sampled, bool decode);
-    void enlist(Request& request);
-    void unlist(Request& request);
-    std::shared_ptr<StepPlan> fresh_plan();
+  // planner.cpp
+  std::int32_t decode_query(const Request& request) const;
+  void grow_decodes();
+  void plan_decodes();
+  void plan_prefills();
+  void emit(Request& request, std::int32_t query, bool sampled, bool decode);
+  void enlist(Request& request);
+  void unlist(Request& request);
+  std::shared_ptr<StepPlan> fresh_plan();
 
-    // admission.cpp
-    enum class Admission { admitted, follows, no_room };
-    void admit();
-    Admission admit_one(Request& request);
-    bool promise_allows_one_more() const;
-    Need committed() const;
-    void pin_prefix(Holding& cache, const Match& match);
-    void tell_prefix(const Holding& cache, SlotId slot, const Match& match);
-    // Index of the first block of the group that a query at `position` sees.
-    std::uint32_t first_seen(std::uint32_t position, GroupId group) const;
+  // admission.cpp
+  enum class Admission { admitted, follows, no_room };
+  void admit();
+  Admission admit_one(Request& request);
+  bool promise_allows_one_more() const;
+  Need committed() const;
+  void pin_prefix(Holding& cache, const Match& match);
+  void tell_prefix(const Holding& cache, SlotId slot, const Match& match);
+  // Index of the first block of the group that a query at `position` sees.
+  std::uint32_t first_seen(std::uint32_t position, GroupId group) const;
 
-    // growth.cpp
-    std::int32_t grow(Request& request, std::int32_t tokens);
-    std::int32_t until_checkpoint(const Request& request, std::int32_t tokens) const;
-    std::int32_t until_boundary(const Request& request, std::int32_t tokens) const;
-    bool wants_snapshot(const Request& request, std::uint32_t boundary, bool& keep) const;
-    bool take_snapshot(Request& request, std::uint32_t boundary, bool keep, std::vector<BlockRef>& next);
-    void states_for_row(Request& request);
+  // growth.cpp
+  std::int32_t grow(Request& request, std::int32_t tokens);
+  std::int32_t until_checkpoint(const Request& request, std::int32_t tokens) const;
+  std::int32_t until_boundary(const Request& request, std::int32_t tokens) const;
+  bool wants_snapshot(const Request& request, std::uint32_t boundary, bool& keep) const;
+  bool take_snapshot(Request& request, std::uint32_t boundary, bool keep, std::vector<BlockRef>& next);
+  void states_for_row(Request& request);
 
-    // settle.cpp
-    void settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied);
-    std::int32_t accept(Request& request, std::span<const std::int32_t> tokens, std::optional<Reason>& over);
-    bool is_stop(const Request& request, std::int32_t token) const;
-    void settle_blocks(Request& request);
-    void publish_blocks(Request& request);
-    void publish_windows(Request& request, NodeId node);
-    void leave_windows(Request& request);
-    void publish_snapshots(Request& request);
-    void publish_snapshot(Request& request, Snapshot&& snapshot);
-    void publish_end(Request& request);
+  // settle.cpp
+  void settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied);
+  std::int32_t accept(Request& request, std::span<const std::int32_t> tokens, std::optional<Reason>& over);
+  bool is_stop(const Request& request, std::int32_t token) const;
+  void settle_blocks(Request& request);
+  void publish_blocks(Request& request);
+  void publish_windows(Request& request, NodeId node);
+  void leave_windows(Request& request);
+  void publish_snapshots(Request& request);
+  void publish_snapshot(Request& request, Snapshot&& snapshot);
+  void publish_end(Request& request);
 
-    // sharing.cpp
-    bool follow(Request& request, const Match& match);
-    std::uint32_t shared_target(Request& leader, const Request& request, const Match& match, std::uint32_t limit) const;
-    void lead(Request& request);
-    void wake_followers(Request& request, bool all);
-    void stop_following(Request& request);
-    void leave_sharing(Request& request);
-    void end_waits();
+  // sharing.cpp
+  bool follow(Request& request, const Match& match);
+  std::uint32_t shared_target(Request& leader, const Request& request, const Match& match,
+                              std::uint32_t limit) const;
+  void lead(Request& request);
+  void wake_followers(Request& request, bool all);
+  void stop_following(Request& request);
+  void leave_sharing(Request& request);
+  void end_waits();
 
-    // retention.cpp
-    Tick tick(double time) const;
-    void note_turn(Request& request);
-    bool keep_warm(const Session& session, double seconds);
-    double capacity_blocks() const;
-    void end_holds();
+  // retention.cpp
+  Tick tick(double time) const;
+  void note_turn(Request& request);
+  bool keep_warm(const Session& session, double seconds);
+  double capacity_blocks() const;
+  void end_holds();
 
-    // transfers.cpp
-    TransferJob& start_job(const Cached& what, TierId from, TierId to, std::vector<BlockRef>&& blocks, TransferRows& rows);
-    TransferJob* load_of(const Cached& what);
-    bool on_device(const Cached& what) const;
-    std::vector<Cached> missing_on_device(const Match& match);
-    bool start_load(const Cached& what);
-    BlockId device_block(const Cached& what, int ordinal);
-    void queue_demotion(const Hash128& hash, std::int32_t side_group);
-    void queue_demotions(const Request& request);
-    BlockRef room_below(TierId tier, GroupId group, std::uint32_t key);
-    bool demote(const Demotion& demotion, TierId from);
-    void plan_demotions();
-    void finish_job(TransferJob& job);
+  // transfers.cpp
+  TransferJob& start_job(const Cached& what, TierId from, TierId to, std::vector<BlockRef>&& blocks,
+                         TransferRows& rows);
+  TransferJob* load_of(const Cached& what);
+  bool on_device(const Cached& what) const;
+  std::vector<Cached> missing_on_device(const Match& match);
+  bool start_load(const Cached& what);
+  BlockId device_block(const Cached& what, int ordinal);
+  void queue_demotion(const Hash128& hash, std::int32_t side_group);
+  void queue_demotions(const Request& request);
+  BlockRef room_below(TierId tier, GroupId group, std::uint32_t key);
+  bool demote(const Demotion& demotion, TierId from);
+  void plan_demotions();
+  void finish_job(TransferJob& job);
 
-    // promise.cpp
-    std::int32_t prefill_budget() const;
-    double step_limit(double decode_time) const;
+  // promise.cpp
+  std::int32_t prefill_budget() const;
+  double step_limit(double decode_time) const;
 
-    // retraction.cpp
-    // What came of it: try again, wait for what is on its way back, or the request itself is gone from the list.
-    enum class Room { again, wait, gone };
-    Room make_room(Request& request);
-    static bool gives_way_before(const Request& a, const Request& b);
-    void retract(Request& request);
-    bool break_standstill();
+  // retraction.cpp
+  // What came of it: try again, wait for what is on its way back, or the request itself is gone from the
+  // list.
+  enum class Room { again, wait, gone };
+  Room make_room(Request& request);
+  static bool gives_way_before(const Request& a, const Request& b);
+  void retract(Request& request);
+  bool break_standstill();
 
-    const SchedulerConfig config_;
-    PrefixHasher hasher_;
-    SlotPool slots_;
-    Cache cache_;
-    std::vector<GroupId> window_groups_;
-    std::vector<GroupId> state_groups_;
+  const SchedulerConfig config_;
+  PrefixHasher hasher_;
+  SlotPool slots_;
+  Cache cache_;
+  std::vector<GroupId> window_groups_;
+  std::vector<GroupId> state_groups_;
 
-    std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;  // looked up only: its order must not matter
-    std::set<Request*, ByOrder> waiting_;
-    std::vector<Request*> decoding_;    // have a row in each step
-    std::vector<Request*> prefilling_;  // by order
-    std::set<std::pair<double, RequestId>> deadlines_;
-    std::deque<Flight> flights_;
-    std::vector<Flight> spare_flights_;
-    std::shared_ptr<StepPlan> draft_;  // collects what the next plan must say
-    std::vector<std::shared_ptr<StepPlan>> plans_;
+  std::unordered_map<RequestId, std::unique_ptr<Request>>
+      requests_;  // looked up only: its order must not matter
+  std::set<Request*, ByOrder> waiting_;
+  std::vector<Request*> decoding_;    // have a row in each step
+  std::vector<Request*> prefilling_;  // by order
+  std::set<std::pair<double, RequestId>> deadlines_;
+  std::deque<Flight> flights_;
+  std::vector<Flight> spare_flights_;
+  std::shared_ptr<StepPlan> draft_;  // collects what the next plan must say
+  std::vector<std::shared_ptr<StepPlan>> plans_;
 
-    std::unordered_map<Hash128, Request*, HashKey> frontiers_;  // next block that a prefilling request computes; looked up only
-    std::deque<std::pair<double, RequestId>> share_ends_;
-    Sessions sessions_;
-    std::multimap<double, double> holds_;  // end, blocks
-    double held_blocks_ = 0.0;
-    TransferBook book_;
-    SeenBlocks seen_;
-    StepModel model_;
-    StepLoad last_load_;
-    std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
+  std::unordered_map<Hash128, Request*, HashKey>
+      frontiers_;  // next block that a prefilling request computes; looked up only
+  std::deque<std::pair<double, RequestId>> share_ends_;
+  Sessions sessions_;
+  std::multimap<double, double> holds_;  // end, blocks
+  double held_blocks_ = 0.0;
+  TransferBook book_;
+  SeenBlocks seen_;
+  StepModel model_;
+  StepLoad last_load_;
+  std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
 
-    Flight* building_ = nullptr;
-    StepId next_step_ = 0;
-    StepId applied_step_ = -1;
-    std::uint64_t next_serial_ = 0;
-    std::uint64_t epoch_ = 1;          // grows when something was freed
-    std::uint64_t blocked_epoch_ = 0;  // when the head of the queue last found no room
-    double now_ = 0.0;
-    std::optional<double> time_base_;
-    Counters counters_;
+  Flight* building_ = nullptr;
+  StepId next_step_ = 0;
+  StepId applied_step_ = -1;
+  std::uint64_t next_serial_ = 0;
+  std::uint64_t epoch_ = 1;          // grows when something was freed
+  std::uint64_t blocked_epoch_ = 0;  // when the head of the queue last found no room
+  double now_ = 0.0;
+  std::optional<double> time_base_;
+  Counters counters_;
 };
 
 }  // namespace quickturn::control
