@@ -72,8 +72,8 @@ def _transformers(
 ) -> dict[str, object]:
     from quickturn.bench.transformers_peer import TransformersPeer, run
     from quickturn.engine.start import pick_device
+    from quickturn.files.resolve import resolve
     from quickturn.loading.dtype import resolve_dtype
-    from quickturn.loading.resolve import resolve
 
     device = pick_device(config.device)
     path = resolve(config.model, config.load_format).path

@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from quickturn.config import DtypeName, EngineConfig, LoadFormat, parse_size
-from quickturn.text.model_files import EMBEDDED
+from quickturn.files.resolve import EMBEDDED
 
 
 def _one_of(choices: Any) -> Any:

@@ -13,7 +13,6 @@ from quickturn.engine.messages import AddRequest, CancelRequest, TokenLogprobs, 
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.chat_template import ChatTemplate
 from quickturn.text.detokenizer import Detokenizer
-from quickturn.text.model_files import resolve_model
 from quickturn.text.rendering import render_chat
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer, pack_tokens
 
@@ -43,7 +42,7 @@ class LLM:
         `EngineConfig`.
         """
         self.config = EngineConfig(model=model, **options)
-        self.tokenizer: Tokenizer = load_tokenizer(resolve_model(model))
+        self.tokenizer: Tokenizer = load_tokenizer(model)
         self._core = EngineCore(self.config)
         self._ids = itertools.count(1)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quickturn.loading.source import LoadError
+from quickturn.files.errors import LoadError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from quickturn.loading.source import LoadError
+from quickturn.files.errors import LoadError
 
 _CHUNK = 1 << 20
 """Elements dequantised at a time: the float32 scratch stays in the cache."""

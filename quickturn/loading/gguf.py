@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from quickturn.files.errors import LoadError
+from quickturn.files.gguf_header import GgufHeader, GgufTensor, read_header
 from quickturn.loading.dequantize import dequantize_into, row_bytes
-from quickturn.loading.gguf_header import GgufHeader, GgufTensor, read_header
-from quickturn.loading.source import LoadError
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from quickturn.config import EngineConfig
+from quickturn.files.errors import LoadError
+from quickturn.files.resolve import ModelFiles, resolve
 from quickturn.loading.checkpoint import SafetensorsSource, read_config
 from quickturn.loading.dtype import resolve_dtype
 from quickturn.loading.dummy import DummySource
 from quickturn.loading.parameters import load_parameters
-from quickturn.loading.resolve import ModelFiles, resolve
-from quickturn.loading.source import LoadError, TensorSource
+from quickturn.loading.source import TensorSource
 from quickturn.models.base import Architecture, Model, build
 from quickturn.models.registry import architecture_of
 

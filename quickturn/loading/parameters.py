@@ -12,7 +12,8 @@ import quickturn_kernels
 import torch
 from quickturn_kernels import LinearWeight, prepare_linear
 
-from quickturn.loading.source import LoadError, TensorSource
+from quickturn.files.errors import LoadError
+from quickturn.loading.source import TensorSource
 from quickturn.parallel.weights import WeightSpec
 
 Progress = Callable[[int, int], None]

@@ -6,10 +6,6 @@ from typing import Protocol
 import torch
 
 
-class LoadError(ValueError):
-    """A model that can't be loaded; the message says what is wrong and what would help."""
-
-
 class TensorSource(Protocol):
     """Named tensors, under the names that Hugging Face checkpoints use."""
 

@@ -14,11 +14,11 @@ import uvicorn
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.process import DEFAULT_CORE
+from quickturn.files.resolve import display_name
 from quickturn.server.app import build_app
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
 from quickturn.text.chat_template import ChatTemplate
-from quickturn.text.model_files import display_name, resolve_model
 
 _POLL_S = 0.05
 _GRACE_S = 2
@@ -48,7 +48,7 @@ async def start_state(
     Raises EngineDied or ValueError with a message for the user when either can't be had.
     """
     engine, tokenizer = await start_engine(engine_config, progress, config.core, config.log_level)
-    name = engine_config.served_model_name or display_name(resolve_model(engine_config.model))
+    name = engine_config.served_model_name or display_name(engine_config.model)
     template = tokenizer.chat_template
     return ServerState(
         engine=engine,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from quickturn.files.gguf_header import Value
 from quickturn.text.byte_alphabet import BYTE_OF_CHAR
-from quickturn.text.gguf_metadata import Value
 
 _CONTROL, _USER_DEFINED = 3, 4
 

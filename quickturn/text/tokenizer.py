@@ -5,6 +5,7 @@ Built on the `tokenizers` library alone: `transformers` would cost the server pr
 import at start.
 """
 
+import json
 import re
 import sys
 from array import array
@@ -16,9 +17,9 @@ from typing import Any
 
 import tokenizers
 
-from quickturn.text.gguf_metadata import Value, read_gguf_metadata
+from quickturn.files.gguf_header import Value, read_metadata
+from quickturn.files.resolve import text_files
 from quickturn.text.gguf_tokenizer import build_gguf_tokenizer, strings_of
-from quickturn.text.model_files import read_json, text_source
 from quickturn.text.vocabulary import Vocabulary
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -150,11 +151,11 @@ def pack_tokens(ids: Iterable[int]) -> bytes:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model under any name that `text_source` knows. Raises ValueError saying what is
+    """The tokenizer of a model under any name that `text_files` knows. Raises ValueError saying what is
     missing.
     """
-    source = text_source(model)
-    return _from_gguf(read_gguf_metadata(source)) if source.is_file() else _from_directory(source)
+    source = text_files(model)
+    return _from_gguf(read_metadata(source)) if source.is_file() else _from_directory(source)
 
 
 def _from_gguf(metadata: dict[str, Value]) -> Tokenizer:
@@ -182,14 +183,14 @@ def _from_directory(folder: Path) -> Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_truncation()
     backend.no_padding()
-    config = read_json(folder / "tokenizer_config.json")
-    generation = read_json(folder / "generation_config.json")
-    special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
+    config = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
     add_bos = config.get("add_bos_token")
     return Tokenizer(
         backend=backend,
         special=special,
-        eos_ids=_eos_ids(backend, special, read_json(folder / "config.json"), generation),
+        eos_ids=_eos_ids(backend, special, _read_json(folder / "config.json"), generation),
         add_bos=add_bos if isinstance(add_bos, bool) and "bos_token" in special else None,
         chat_template=_chat_template(folder, config),
         sampling_defaults={
@@ -228,8 +229,19 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text("utf-8")
-    found = read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    found = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty when there is no such file. Raises ValueError for a damaged one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quickturn.engine.llm import LLM
+from quickturn.files.resolve import embedded_model
 from quickturn.sampling_params import SamplingParams
-from quickturn.text.model_files import embedded_model
 
 QUESTIONS = [
     "What is the capital of France?",

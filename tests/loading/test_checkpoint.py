@@ -13,10 +13,10 @@ from gguf_files import Sizes, random_tensors
 from safetensors.torch import save_file
 
 from quickturn.config import EngineConfig
+from quickturn.files.errors import LoadError
 from quickturn.loading import parameters
 from quickturn.loading.checkpoint import SafetensorsSource
 from quickturn.loading.load import load_model
-from quickturn.loading.source import LoadError
 from quickturn.models.config import UnsupportedModelError
 from quickturn.models.registry import architecture_of
 

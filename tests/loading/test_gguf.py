@@ -12,11 +12,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import Sizes, random_tensors, write_gguf
 
 from quickturn.config import EngineConfig
+from quickturn.files.errors import LoadError
+from quickturn.files.gguf_header import read_header
 from quickturn.layers.rotary import Rotary, frequencies
 from quickturn.loading.gguf import GgufSource
-from quickturn.loading.gguf_header import read_header
 from quickturn.loading.load import load_model
-from quickturn.loading.source import LoadError
 from quickturn.models.config import UnsupportedModelError
 from quickturn.models.registry import architecture_of
 

