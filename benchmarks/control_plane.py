@@ -8,6 +8,7 @@ computes tokens.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -179,6 +180,7 @@ def main() -> None:
     result: dict[str, object] = {
         "command": "python " + " ".join(sys.argv),
         "machine": machine(),
+        "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "build": qc.build_info(),
         "figures": {},

@@ -123,7 +123,7 @@ class Replay:
     """All sessions on one scheduler."""
 
     def __init__(self, sessions: list[Session], slabs: int, host_share: float, hold: float = 120.0) -> None:
-        full, state = int(host_share * slabs * BLOCKS_PER_SLAB * 0.75), int(host_share * slabs * 0.25)
+        full, state = int(host_share * slabs * BLOCKS_PER_SLAB * 0.6), int(host_share * slabs * 0.4)
         tiers = [qc.TierConfig("host", [full, state])] if host_share > 0 else []
         self.scheduler = qc.Scheduler(
             qc.SchedulerConfig(

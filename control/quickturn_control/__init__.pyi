@@ -309,9 +309,7 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Some request isn't over."""
     def stats(self) -> dict[str, float]:
-        """Counters and gauges. Among them: requests_waiting, requests_running, requests_retracted, slabs_free, blocks_cached,
-        blocks_free_share, prompt_tokens, cached_tokens, ceiling_tokens (what an infinite cache would have reused), retractions,
-        evictions, steps, index_bytes, step_us_predicted, min_cacheable_tokens."""
+        """Counters and gauges by name; docs/control-plane.md explains each. cached_tokens / ceiling_tokens is the measure of reuse."""
     def take_events(self) -> KvEvents:
         """Drain the stream of cache events (empty unless `kv_events`)."""
     def reset_prefix_cache(self) -> int:

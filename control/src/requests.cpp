@@ -80,7 +80,8 @@ Hash128 Scheduler::before_block(const Request& request, std::size_t block, const
 void Scheduler::hash_prompt(Request& request, std::span<const std::int32_t> tokens) const {
   const auto unit = static_cast<std::size_t>(config_.block_tokens);
   const std::size_t blocks = tokens.size() / unit;
-  request.hashes.reserve(blocks + static_cast<std::size_t>(request.max_tokens) / unit + 2);
+  request.hashes.reserve(blocks +
+                         std::min<std::size_t>(256, static_cast<std::size_t>(request.max_tokens) / unit) + 2);
   Hash128 hash = request.root;
   for (std::size_t block = 0; block < blocks; ++block) {
     if (!request.content.empty()) hash = before_block(request, block, hash);

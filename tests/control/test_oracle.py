@@ -1,6 +1,6 @@
 """The control plane under random operations, beside an oracle that knows what every cache position means.
 
-`QUICKTURN_ORACLE_OPS` sets how many operations the two tests make together (CI: 200000).
+`QUICKTURN_ORACLE_OPS` sets how many operations the two tests make together.
 """
 
 import os
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-OPERATIONS = int(os.environ.get("QUICKTURN_ORACLE_OPS", "40000"))
+OPERATIONS = int(os.environ.get("QUICKTURN_ORACLE_OPS", "200000"))
 FULL, STATE, WINDOW = ("full", 3, 0), ("state", 1, 0), ("window", 3, 9)
 
 SETUPS = {
