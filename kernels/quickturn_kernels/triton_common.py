@@ -17,6 +17,8 @@ INTERPRETED_UNITS = 3
 splitting.
 """
 
+HOPPER_SHARED_MEMORY = 227 << 10
+
 COUNTERS = 1 << 16
 SPARE_COUNTERS = 8
 _spare: dict[torch.device, list[Tensor]] = {}
@@ -41,9 +43,9 @@ def units(device: torch.device) -> int:
     return INTERPRETED_UNITS if device.type == "cpu" else platform.describe(device).units
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """CUDA capability to plan for; the interpreter plans as for Hopper."""
-    return (9, 0) if device.type == "cpu" else platform.describe(device).capability
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory a program may use; the interpreter plans as for Hopper."""
+    return HOPPER_SHARED_MEMORY if device.type == "cpu" else platform.describe(device).shared_memory
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:

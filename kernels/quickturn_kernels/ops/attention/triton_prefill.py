@@ -27,9 +27,9 @@ from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
     FLOATS,
     INTERPRETED,
-    capability,
     next_power_of_two,
     rows_pad,
+    shared_memory,
     units,
 )
 
@@ -249,7 +249,7 @@ def paged_attention_prefill_tma(
     tiles = described_tiles(q.shape[2], k_cache.shape[1]) if score_rows > 64 else None
     options = (window, sinks, softcap, max_context_len)
     if tiles is None:
-        tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, capability(q.device))
+        tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, shared_memory(q.device))
     return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 
 
@@ -277,7 +277,7 @@ def paged_attention_prefill(
 ) -> Tensor:
     """See `quickturn_kernels.paged_attention_prefill`."""
     score_rows = max_query_len * (q.shape[1] // k_cache.shape[2])
-    tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, capability(q.device))
+    tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, shared_memory(q.device))
     options = (window, sinks, softcap, max_context_len)
     return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 MAX_SPLITS = 16
 MIN_SPLIT_KEYS = 512
 
+LARGE_SHARED_MEMORY = 200 << 10
+"""Data-centre GPUs since Hopper; others have 99 or 163 KiB."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -20,14 +23,14 @@ class Tiles:
     pairs: bool = False
 
 
-def pointer_tiles(head_dim: int, itemsize: int, score_rows: int, architecture: tuple[int, int]) -> Tiles:
+def pointer_tiles(head_dim: int, itemsize: int, score_rows: int, shared_memory: int) -> Tiles:
     """Tiles for at most `score_rows` rows of scores (query tokens times group), keys through pointers."""
     block_m = 16 if score_rows <= 16 else 64 if score_rows <= 64 else 128
     if itemsize == 4:
         return Tiles(min(block_m, 32), max(16, min(32, 4096 // head_dim)), 4, 1)
     if block_m < 128:
         return Tiles(block_m, 64 if head_dim <= 128 else 32, 4, 2)
-    if architecture >= (9, 0):
+    if shared_memory >= LARGE_SHARED_MEMORY:
         return Tiles(128, 128 if head_dim <= 128 else 64, 8, 2)
     return Tiles(128, 64, 8, 2) if head_dim <= 128 else Tiles(128, 32, 8, 1)
 
