@@ -1,4 +1,4 @@
-"""The request state machine as a Mermaid diagram, from the table that the compiled code checks itself against.
+"""The request state machine as a Mermaid diagram, from the table that the compiled code is held to.
 
 python -m quickturn_control.diagram docs/control-plane.md     # rewrites the diagram in the page
 """
