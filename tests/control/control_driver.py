@@ -1,11 +1,15 @@
 """Random operations on one or two schedulers, beside the device oracle and a brute-force matcher."""
 
+from collections import deque
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import quickturn_control as qc
 from control_device import Device, Track
+
+BOUND = 2500
+"""Operations within which every request ends, three times what was ever seen."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class Driver:
         self.refused = 0
         self.ended = 0
         self.cached = 0
+        self.operations = 0
+        self.recent: deque[Track] = deque(maxlen=24)
+        self.born: dict[int, int] = {}
 
     @property
     def scheduler(self) -> qc.Scheduler:
@@ -74,11 +81,10 @@ class Driver:
         return self.schedulers[0]
 
     def tokens(self) -> list[int]:
-        """A prompt from a small world: few first tokens, continuations of running requests."""
-        live = list(self.device.tracks.values())
-        if live and self.random.random() < 0.4:
-            source = self.random.choice(live).host
-            cut = self.random.randint(1, len(source))
+        """A prompt from a small world: few first tokens, continuations of recent requests."""
+        if self.recent and self.random.random() < 0.5:
+            source = self.random.choice(self.recent).host
+            cut = self.random.choice([self.random.randint(1, len(source)), len(source)])
             return source[:cut] + [self.random.randint(0, 3) for _ in range(self.random.randint(0, 12))]
         length = self.random.choice([1, 3, 4, 5, 8, 16, 17, 33, 60])
         family = self.random.randint(0, 2)
@@ -126,6 +132,8 @@ class Driver:
             self.refused += 1
             return
         self.device.tracks[track.id] = track
+        self.recent.append(track)
+        self.born[track.id] = self.operations
 
     @staticmethod
     def random_for(number: int) -> Random:
@@ -273,7 +281,11 @@ class Driver:
         assert all(not known for known in self.present.values()), "events leave blocks behind"
 
     def any_operation(self) -> None:
-        """One operation, in the proportions of a busy server."""
+        """One operation, in the proportions of a busy server. Nobody waits for more than `BOUND` of them."""
+        self.operations += 1
+        if self.operations % 50 == 0:
+            oldest = min(self.device.tracks, default=None)
+            assert oldest is None or self.operations - self.born[oldest] < BOUND, f"request {oldest} starves"
         draw = self.random.random()
         if draw < 0.10:
             if len(self.device.tracks) < 14:
