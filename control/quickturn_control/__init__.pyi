@@ -215,7 +215,8 @@ class StepPlan:
     """One step as flat arrays. R rows, the first `num_decode_rows` decode. The arrays stay valid as long as the plan is referenced.
 
     Per row: `slots`, `query_lens` (tokens computed), `context_lens` (tokens in the cache before this step; with drafts on their
-    way this is the upper bound and the device knows better), `samples` (1: the row's last position is sampled).
+    way this is the upper bound and the device knows better), `samples` (1: the row's last position is sampled). No row reaches
+    beyond prompt + max_tokens, drafts included.
     Per state group g: `state_in[g]`, `state_out[g]` (block read, block written), `state_zero[g]` (1: nothing is read, the state
     starts at zero; state_in is -1). For other groups these are empty, as `block_updates[g]` is for state groups.
     `transfers_before` may start at once, `transfers_after` when this step is done. `num_rows` 0: nothing to run, and no `apply`

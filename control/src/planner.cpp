@@ -61,8 +61,12 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
 }
 
 std::int32_t Scheduler::decode_query(const Request& request) const {
-  const std::int32_t query = std::min(1 + config_.draft_tokens, request.left);
-  return config_.draft_tokens > 0 && !state_groups_.empty() ? until_boundary(request, query) : query;
+  if (config_.draft_tokens == 0) return std::min(1, request.left);
+  // Drafts on their way count as accepted here: no row reaches beyond prompt + max_tokens, however it turns
+  // out.
+  const std::int32_t room = request.prompt + request.max_tokens - request.planned;
+  const std::int32_t query = std::min({1 + config_.draft_tokens, request.left, room});
+  return state_groups_.empty() ? query : until_boundary(request, query);
 }
 
 void Scheduler::grow_decodes() {

@@ -155,6 +155,8 @@ class Device:
                 assert track.computed <= context
             else:
                 assert track.computed == context, (track.computed, context)
+            limit = len(track.prompt) + track.max_tokens
+            assert context + query <= limit, "a row reaches beyond the longest answer"
             accepted = query
             if decode:
                 assert sampled
