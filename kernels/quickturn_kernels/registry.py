@@ -264,7 +264,8 @@ def load(*, every_tier: bool = False) -> None:
 
 def _ensure_loaded_for(name: str) -> None:
     """Load the tier of this name, if there is such a tier and it isn't loaded."""
-    if name in _loaded or (name == "triton" and not platforms.has_triton()):
+    # The Hopper tier hands what it doesn't take to the Triton one.
+    if name in _loaded or not platforms.has_triton():
         return
     if name in GPU_TIERS:
         _loaded.add(name)
