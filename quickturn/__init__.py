@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     """Load the public names on first use, so that `import quickturn` costs nothing."""
     if name == "LLM":
+        _prepare_openmp()
         from quickturn.engine.llm import LLM
 
         return LLM
@@ -26,3 +27,13 @@ def __getattr__(name: str) -> object:
 
         return SamplingParams
     raise AttributeError(f"module 'quickturn' has no attribute {name!r}")
+
+
+def _prepare_openmp() -> None:
+    import os
+    import sys
+
+    from quickturn.openmp import set_short_spins
+
+    if "torch" not in sys.modules:
+        set_short_spins(os.environ)

@@ -1,12 +1,14 @@
 """The `quickturn` command: its subcommands, each imported only when it's asked for."""
 
 import importlib
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from quickturn import __version__
+from quickturn.openmp import set_short_spins
 
 COMMANDS = {
     "serve": "Serve a model over HTTP, as the OpenAI API.",
@@ -18,6 +20,7 @@ COMMANDS = {
 
 def app() -> None:
     """Entry of the console script."""
+    set_short_spins(os.environ)
     build(next((word for word in sys.argv[1:] if not word.startswith("-")), None))()
 
 

@@ -2,7 +2,9 @@
 when it dies."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from quickturn.engine.messages import (
     EngineFailed,
     EngineReady,
     EngineStats,
+    FromEngine,
     LoadProgress,
     Shutdown,
     StepOutput,
@@ -35,6 +38,7 @@ from quickturn.engine.messages import (
     encode,
 )
 from quickturn.engine.process import DEFAULT_CORE, Launch
+from quickturn.openmp import with_short_spins
 from quickturn.sampling_params import SamplingParams
 
 _LAST_WORDS_S = 0.2
@@ -52,7 +56,8 @@ class EngineDied(RuntimeError):
 class RequestStream(AsyncIterator[TokenOutput]):
     """The outputs of one request, in order; ends after the one with a `finish`.
 
-    Raises EngineDied when the engine process dies meanwhile.
+    What comes while nobody reads is joined to one output, so that a slow reader costs the memory of its
+    tokens and gets fewer, longer outputs. Raises EngineDied when the engine process dies meanwhile.
     """
 
     def __init__(self, client: "EngineClient", request_id: int) -> None:
@@ -83,7 +88,10 @@ class RequestStream(AsyncIterator[TokenOutput]):
             self._client._cancel(self.id, finished)
 
     def _put(self, output: TokenOutput) -> None:
-        self._outputs.append(output)
+        if self._outputs and output.finish in ("", "stop", "length"):
+            self._outputs.append(_joined(self._outputs.pop(), output))
+        else:
+            self._outputs.append(output)
         if output.finish:
             self._end()
         else:
@@ -118,32 +126,31 @@ class EngineClient:
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._on_progress: Callable[[LoadProgress], None] | None = None
         self._asked_at: float | None = None
-        self._closing = False
+        self._closing: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, progress: Callable[[LoadProgress], None] | None = None) -> EngineReady:
         """Start the process and wait until it serves; `progress` is called as the start proceeds.
 
-        Raises EngineDied with the engine's own message when it can't start.
+        Raises EngineDied with the engine's own message when it can't start, OSError when the system gives no
+        process or no socket. Nothing is left behind then.
         """
         loop = asyncio.get_running_loop()
         self._on_progress = progress
-        self._folder = Path(tempfile.mkdtemp(prefix="quickturn-"))
-        endpoint = f"ipc://{self._folder}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.set(option, 0)
-        self._socket.bind(endpoint)
         self._started: asyncio.Future[EngineReady] = loop.create_future()
         self._exited = asyncio.Event()
-        self._process = _spawn(Launch(endpoint, self._launch[0], self.config, self._launch[1]))
-        threading.Thread(target=self._watch, args=(self._process, loop), daemon=True).start()
-        self._tasks = {
-            loop.create_task(self._listen()),
-            loop.create_task(self._end_with_process(self._process)),
-        }
+        self._folder = Path(tempfile.mkdtemp(prefix="quickturn-"))
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
         try:
+            endpoint = self._bind()
+            self._process = _spawn(Launch(endpoint, self._launch[0], self.config, self._launch[1]))
+            threading.Thread(target=self._watch, args=(self._process, loop), daemon=True).start()
+            self._tasks |= {
+                loop.create_task(self._listen(self._process)),
+                loop.create_task(self._end_with_process(self._process)),
+            }
             self.ready = await self._started
         except BaseException:
             await self.close()
@@ -182,7 +189,6 @@ class EngineClient:
             raise EngineDied(self.failure)
         self._next_id += 1
         stream = RequestStream(self, self._next_id)
-        self._streams[stream.id] = stream
         self._send(
             AddRequest(
                 id=stream.id,
@@ -195,6 +201,7 @@ class EngineClient:
                 deadline=deadline,
             )
         )
+        self._streams[stream.id] = stream
         return stream
 
     async def stats(self, timeout: float = 1.0) -> EngineStats:
@@ -205,28 +212,52 @@ class EngineClient:
             self._stats_waiters.append(waiter)
             self._ask()
             await asyncio.wait({waiter}, timeout=timeout)
+            if not waiter.done():
+                self._stats_waiters.remove(waiter)
         return self.last_stats
 
     async def close(self) -> None:
-        """End the process (killed if it doesn't leave within seconds), and every open request with it."""
-        if self._closing or self._process is None:
+        """End the process (killed if it doesn't leave within seconds), and every open request with it.
+
+        Whoever calls it returns when all is gone, also when somebody else called first.
+        """
+        if not hasattr(self, "_folder"):
             return
-        self._closing = True
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._fail("the engine was shut down")
-        self._send(Shutdown())
-        try:
-            await asyncio.wait_for(self._exited.wait(), _SHUTDOWN_S if self.ready is not None else 0.0)
-        except TimeoutError:
-            self._process.kill()
-            await self._exited.wait()
+        if self._process is not None:
+            await self._end_process(self._process)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_process(self, process: "subprocess.Popen[bytes]") -> None:
+        self._send(Shutdown())
+        try:
+            await asyncio.wait_for(self._exited.wait(), _SHUTDOWN_S if self.ready is not None else 0.0)
+        except TimeoutError:
+            process.kill()
+            await self._exited.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def _bind(self) -> str:
+        endpoint = f"ipc://{self._folder}/engine"
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.set(option, 0)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            why = f"can't open the socket {self._folder}/engine ({error}); set TMPDIR to another folder"
+            raise OSError(why) from error
+        return endpoint
 
     def _send(self, message: ToEngine) -> None:
         # With no high-water mark a send never waits, so its future needs no one to await it.
@@ -240,29 +271,38 @@ class EngineClient:
     def _ask(self) -> None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-        self._send(AskStats())
+            self._send(AskStats())
 
     async def _heartbeat(self) -> None:
         while self.failure is None:
             await asyncio.sleep(_HEARTBEAT_S)
-            if self._asked_at is None:
-                self._ask()
+            self._ask()
 
-    async def _listen(self) -> None:
-        while True:
-            message = decode_from_engine(await self._socket.recv())
-            if isinstance(message, StepOutput):
-                for output in message.outputs:
-                    self._deliver(output)
-            elif isinstance(message, EngineStats):
-                self._take_stats(message)
-            elif isinstance(message, LoadProgress):
-                if self._on_progress is not None:
-                    self._on_progress(message)
-            elif isinstance(message, EngineFailed):
-                self._fail(message.message)
-            elif not self._started.done():
-                self._started.set_result(message)
+    async def _listen(self, process: "subprocess.Popen[bytes]") -> None:
+        try:
+            while True:
+                self._take(decode_from_engine(await self._socket.recv()))
+                # A message that is already there doesn't make `recv` wait: without this turn for the others,
+                # an engine that is faster than its readers would keep them from reading at all.
+                await asyncio.sleep(0)
+        except Exception as error:
+            log.exception("the engine can't be listened to any more")
+            self._fail(f"the engine's answers can't be taken: {error!r}")
+            process.kill()
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, StepOutput):
+            for output in message.outputs:
+                self._deliver(output)
+        elif isinstance(message, EngineStats):
+            self._take_stats(message)
+        elif isinstance(message, LoadProgress):
+            if self._on_progress is not None:
+                self._on_progress(message)
+        elif isinstance(message, EngineFailed):
+            self._fail(message.message)
+        elif not self._started.done():
+            self._started.set_result(message)
 
     def _deliver(self, output: TokenOutput) -> None:
         stream = self._streams.get(output.id)
@@ -284,7 +324,7 @@ class EngineClient:
         if self.failure is not None:
             return
         self.failure = message
-        if self.ready is not None and not self._closing:
+        if self.ready is not None and self._closing is None:
             log.error("%s; %d open requests end with an error", message, len(self._streams))
         for stream in self._streams.values():
             stream._fail(message)
@@ -307,15 +347,31 @@ class EngineClient:
         self._fail(f"the engine process ended unexpectedly ({_how(process.returncode)})")
 
 
+def _joined(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
+    """Two outputs of one request as one; takes the lists of `earlier` over."""
+    earlier.tokens.extend(later.tokens)
+    logprobs = earlier.logprobs
+    if logprobs is None:
+        logprobs = later.logprobs
+    else:
+        logprobs.extend(later.logprobs or ())
+    cached = max(earlier.cached_tokens, later.cached_tokens)
+    return TokenOutput(later.id, earlier.tokens, later.finish, cached, logprobs, later.error)
+
+
 def _spawn(launch: Launch) -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen([sys.executable, "-m", "quickturn.engine.process"], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", "quickturn.engine.process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=with_short_spins(os.environ))
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(launch) + b"\n")
-    process.stdin.flush()
+    # A process that is gone already is noticed, and reaped, by the thread that watches it.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
     return process
 
 
 def _how(status: int | None) -> str:
+    if status == -signal.SIGKILL:
+        return "killed by SIGKILL, as the system does when memory runs out: try a smaller --memory or model"
     if status is not None and status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}"

@@ -4,6 +4,7 @@ The parent writes one line of JSON (`Launch`) to this process's standard input a
 pipe's end means that the parent is gone, however it went, and ends this process.
 """
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -152,7 +154,7 @@ def _message(error: Exception) -> str:
 def main() -> None:
     """Entry of the process."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(launch.endpoint,), daemon=True).start()
     # Signals of a terminal or a supervisor reach every process of the group; the parent decides when to
     # leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -172,10 +174,15 @@ def main() -> None:
     sys.exit(status)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(endpoint: str) -> None:
     # Not sys.stdin: its lock, held by a waiting daemon thread, would abort the interpreter's normal exit.
     while os.read(0, 1):
         pass
+    # The parent would have removed its socket and the folder around it.
+    socket = Path(endpoint.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        socket.unlink()
+        socket.parent.rmdir()
     os._exit(1)
 
 
