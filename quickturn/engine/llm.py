@@ -102,12 +102,17 @@ class LLM:
             answers.append(answer)
             running[id] = answer, Detokenizer(self.tokenizer, params)
             self._core.add(AddRequest(id, pack_tokens(ids), params, time.monotonic()))
-        while running:
-            for output in self._core.step().outputs:
-                if output.id in running:
-                    self._take(output, *running[output.id])
-                    if running[output.id][0].finish_reason:
-                        del running[output.id]
+        try:
+            while running:
+                for output in self._core.step().outputs:
+                    if output.id in running:
+                        self._take(output, *running[output.id])
+                        if running[output.id][0].finish_reason:
+                            del running[output.id]
+        finally:
+            # Interrupted (Ctrl-C in a notebook): the next call must not go on with these.
+            for id in running:
+                self._core.cancel(CancelRequest(id))
         failed = [answer.text for answer in answers if answer.finish_reason == "error"]
         if failed:
             raise ValueError(failed[0])

@@ -1,6 +1,5 @@
 """From a configuration to a runner that can take its first step."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,20 +7,10 @@ import torch
 
 from quickturn.cache.layout import ArenaLayout, plan_arena
 from quickturn.config import EngineConfig
+from quickturn.engine.memory import default_memory
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import load_model
-
-CPU_MEMORY_SHARE = 0.25
-"""Share of the machine's free memory that the cache takes on a CPU unless told otherwise; pages are
-committed when used.
-"""
-
-GPU_MEMORY_SHARE = 0.92
-"""Share of the GPU's memory that weights, workspace and cache may take together unless told otherwise."""
-
-GPU_WORKSPACE_BYTES = 2 << 30
-"""Left free beside the cache for activations and graphs."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +31,15 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
     change.
     """
     device = pick_device(config.device)
-    model, info = load_model(
-        config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
-    )
+    try:
+        model, info = load_model(
+            config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
+        )
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"the weights of {config.model} don't fit on {device}: use a smaller model or dtype, or free the"
+            f" device's memory ({str(error).splitlines()[0]})"
+        ) from error
     memory = default_memory(device) if config.memory is None else config.memory
     layout = plan_arena(
         model.cache_groups(),
@@ -100,18 +95,3 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", 0)
     return device
-
-
-def default_memory(device: torch.device) -> int:
-    """Bytes for the cache when the operator named none; called after the weights were loaded."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        room = free - int(total * (1 - GPU_MEMORY_SHARE)) - GPU_WORKSPACE_BYTES
-        if room <= 0:
-            raise MemoryError(
-                f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little"
-                " for a cache; use a smaller model or dtype, or name a small --memory"
-            )
-        return room
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * CPU_MEMORY_SHARE)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quickturn.engine.llm import LLM
+from quickturn.engine.messages import TokenOutput
 from quickturn.files.resolve import embedded_model
 from quickturn.sampling_params import SamplingParams
 
@@ -51,3 +52,29 @@ def test_greedy_chats_equal_transformers(reference: PreTrainedModel) -> None:
         assert answer.text == text
         assert second.tokens == answer.tokens
         assert second.cached_tokens == (len(prompt) - 1) // 64 * 64
+
+
+def test_an_interrupted_call_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("embedded", dtype="float32", device="cpu", memory=256 << 20, max_requests=8) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+        expected = llm.generate("One two", sampling)[0].tokens
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_take", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["Three four", "Five six"], SamplingParams(max_tokens=2000, ignore_eos=True))
+        seen: list[TokenOutput] = []
+        step = llm._core.step
+
+        def watched() -> object:
+            output = step()
+            seen.extend(output.outputs)
+            return output
+
+        monkeypatch.setattr(llm._core, "step", watched)
+        assert llm.generate("One two", sampling)[0].tokens == expected
+    assert len([output for output in seen if output.tokens]) <= COUNT + 2
+    assert {output.finish for output in seen if output.finish} == {"cancelled", "length"}
