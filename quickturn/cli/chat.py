@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from quickturn.text.tokenizer import Tokenizer
 
 EXAMPLE = 'Example: quickturn chat embedded --prompt "Name three rivers." --temperature 0'
-_HELP = "Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation."
+_HELP = "Ctrl-C stops an answer, Ctrl-D or /exit leaves; /clear forgets the conversation."
+
+_READS_WELL = {"temperature": 0.2, "top_p": 0.9}
+"""For a model that says nothing: small ones, which often don't, ramble when they are sampled as they are."""
 
 
 def chat(
@@ -48,28 +51,22 @@ def chat(
         max_requests=8,
     )
     given = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    sampling = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in given.items() if value is not None}
     messages = [{"role": "system", "content": system}] if system else []
     from quickturn.cli.progress import StartDisplay
     from quickturn.engine.client import EngineDied
     from quickturn.server.startup import start_engine
-    from quickturn.text.chat_template import ChatTemplate
 
     with asyncio.Runner() as runner:
         engine: EngineClient | None = None
         try:
             with StartDisplay() as display:
-                engine, tokenizer = runner.run(start_engine(config, display, core, "warning"))
-            if tokenizer.chat_template is None:
+                started = runner.run(start_engine(config, display, core, "warning"))
+            engine = started.engine
+            if started.template is None:
                 raise ValueError(f"{model} has no chat template, so it can't chat; try /v1/completions")
-            talk = Talk(
-                engine,
-                tokenizer,
-                ChatTemplate(tokenizer.chat_template, tokenizer.special),
-                {**tokenizer.sampling_defaults, **sampling},
-                max_tokens,
-                messages,
-            )
+            sampling = sampling_of(started.tokenizer.sampling_defaults, chosen)
+            talk = Talk(engine, started.tokenizer, started.template, sampling, max_tokens, messages)
             if prompt:
                 text = sys.stdin.read() if prompt == "-" else prompt
                 runner.run(talk.say(text))
@@ -82,6 +79,14 @@ def chat(
         finally:
             if engine is not None:
                 runner.run(engine.close())
+
+
+def sampling_of(model: Mapping[str, float], chosen: dict[str, Any]) -> dict[str, Any]:
+    """What the user chose, else the model's own defaults, else (for a model without a temperature) careful
+    ones.
+    """
+    careful = {} if "temperature" in model else _READS_WELL
+    return {**careful, **model, **chosen}
 
 
 class Talk:
@@ -111,7 +116,7 @@ class Talk:
 
     async def say(self, text: str) -> None:
         """Print the answer to `text` as it comes. Of an interrupted answer, what was printed stays in the
-        conversation.
+        conversation; a text that could not be answered doesn't. Raises ValueError for such a one.
         """
         self.messages.append({"role": "user", "content": text})
         parts: list[str] = []
@@ -121,9 +126,17 @@ class Talk:
                     parts.append(part)
                     sys.stdout.write(part)
                     sys.stdout.flush()
-        finally:
-            sys.stdout.write("\n")
-            self.messages.append({"role": "assistant", "content": "".join(parts)})
+        except ValueError:
+            self.messages.pop()
+            raise
+        except asyncio.CancelledError:
+            self._end(parts)
+            raise
+        self._end(parts)
+
+    def _end(self, parts: list[str]) -> None:
+        sys.stdout.write("\n")
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
 
     async def _answer(self) -> AsyncGenerator[str, None]:
         from quickturn.text.detokenizer import Detokenizer
@@ -174,6 +187,8 @@ def _converse(runner: asyncio.Runner, talk: Talk) -> None:
                 runner.run(talk.say(text))
             except KeyboardInterrupt:
                 typer.secho("(stopped)", err=True, dim=True)
+            except ValueError as error:
+                typer.secho(f"Error: {error}; /clear begins a new conversation", err=True, fg="red")
             else:
                 seconds = time.perf_counter() - started
                 typer.secho(f"({talk.tokens} tokens, {talk.tokens / seconds:.0f}/s)", err=True, dim=True)

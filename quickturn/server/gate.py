@@ -41,6 +41,9 @@ class Gate:
             await self._app(scope, receive, count_status)
         except ApiError as error:
             await error.response()(scope, receive, count_status)
+        except Exception:
+            status = 500
+            raise
         finally:
             self._state.active -= guarded
             label = path if path in self._paths else _UNKNOWN_PATH

@@ -103,6 +103,8 @@ class Generation:
                 stream.cancel()
 
     def _submit(self, number: int, packed: bytes, sampling: SamplingParams) -> None:
+        # Made first: what can fail must not leave a request behind that nobody reads.
+        detokenizer = Detokenizer(self.state.tokenizer, sampling, self.skip_special)
         try:
             stream = self.state.engine.submit(
                 packed,
@@ -114,7 +116,7 @@ class Generation:
         except EngineDied as error:
             raise unavailable(str(error)) from error
         self._streams.append(stream)
-        self._detokenizers.append(Detokenizer(self.state.tokenizer, sampling, self.skip_special))
+        self._detokenizers.append(detokenizer)
 
     async def _choice(self, index: int) -> AsyncGenerator[Piece, None]:
         stream, detokenizer = self._streams[index], self._detokenizers[index]
@@ -142,15 +144,16 @@ class Generation:
                 return
 
     async def _merged(self) -> AsyncGenerator[Piece, None]:
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        # Bounded: while nobody reads, outputs wait (and are joined) in the streams.
+        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(self._streams))
 
         async def pump(index: int) -> None:
             try:
                 async for piece in self._choice(index):
-                    queue.put_nowait(piece)
-                queue.put_nowait(None)
-            except (ApiError, EngineDied) as error:
-                queue.put_nowait(error)
+                    await queue.put(piece)
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
 
         tasks = [asyncio.create_task(pump(index)) for index in range(len(self._streams))]
         try:

@@ -1,6 +1,5 @@
 """`POST /v1/chat/completions`."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickturn.server.answering import answer, prepare
 from quickturn.server.body import read_body
 from quickturn.server.errors import ApiError, invalid
 from quickturn.server.fields import (
@@ -24,14 +24,10 @@ from quickturn.server.fields import (
 from quickturn.server.generation import Generation, Piece, Prompt
 from quickturn.server.openai_objects import chat_logprobs, new_id, usage_object
 from quickturn.server.state import ServerState
-from quickturn.server.streaming import DONE, EventStream, event_of, unless_gone
+from quickturn.server.streaming import DONE, event_of
 from quickturn.text.chat_template import TemplateFailed
 from quickturn.text.conversation import BadMessage
 from quickturn.text.rendering import render_chat
-
-OFF_LOOP_BYTES = 16 << 10
-"""Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
-them."""
 
 _REFUSED = ("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -79,19 +75,10 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, _DECODER, state.limits.body)
     check_refused(body.refused(), _HARMLESS, _WHY)
     model = state.model_name(body.model)
-    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
-    if size > OFF_LOOP_BYTES:
-        tokens = await unless_gone(request, asyncio.to_thread(_render, state, body))
-    else:
-        tokens = _render(state, body)
+    tokens = await prepare(request, lambda: _render(state, body))
     generation = _generation(state, body, tokens)
     reply = _Reply(state, body, generation, model)
-    if body.stream:
-        return EventStream(reply.events(), state.limits.keepalive, on_end=generation.cancel)
-    try:
-        return Response(await unless_gone(request, reply.whole()), media_type="application/json")
-    finally:
-        generation.cancel()
+    return await answer(request, generation, reply, bool(body.stream), state.limits.keepalive)
 
 
 def _render(state: ServerState, body: ChatBody) -> list[int]:

@@ -1,6 +1,5 @@
 """`POST /v1/completions`."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickturn.server.answering import answer, prepare
 from quickturn.server.body import read_body
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import (
@@ -22,10 +22,9 @@ from quickturn.server.fields import (
     seeds,
 )
 from quickturn.server.generation import Generation, Piece, Prompt
-from quickturn.server.openai_chat import OFF_LOOP_BYTES
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
 from quickturn.server.state import ServerState
-from quickturn.server.streaming import DONE, EventStream, event_of, unless_gone
+from quickturn.server.streaming import DONE, event_of
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -61,20 +60,11 @@ async def completions(request: Request) -> Response:
     if body.best_of is not None and body.best_of != choice_count(body):
         raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")
     model = state.model_name(body.model)
-    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
-    if size > OFF_LOOP_BYTES:
-        prompts = await unless_gone(request, asyncio.to_thread(_prompts, state, body))
-    else:
-        prompts = _prompts(state, body)
+    prompts = await prepare(request, lambda: _prompts(state, body))
     routing = routing_of(body)
     generation = Generation(state, prompts, routing, skip_special=body.skip_special_tokens is not False)
     reply = _Reply(state, body, generation, model)
-    if body.stream:
-        return EventStream(reply.events(), state.limits.keepalive, on_end=generation.cancel)
-    try:
-        return Response(await unless_gone(request, reply.whole()), media_type="application/json")
-    finally:
-        generation.cancel()
+    return await answer(request, generation, reply, bool(body.stream), state.limits.keepalive)
 
 
 def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:

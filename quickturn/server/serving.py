@@ -18,7 +18,6 @@ from quickturn.files.resolve import display_name
 from quickturn.server.app import build_app
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
-from quickturn.text.chat_template import ChatTemplate
 
 _POLL_S = 0.05
 _GRACE_S = 2
@@ -47,13 +46,12 @@ async def start_state(
 
     Raises EngineDied or ValueError with a message for the user when either can't be had.
     """
-    engine, tokenizer = await start_engine(engine_config, progress, config.core, config.log_level)
     name = engine_config.served_model_name or display_name(engine_config.model)
-    template = tokenizer.chat_template
+    started = await start_engine(engine_config, progress, config.core, config.log_level)
     return ServerState(
-        engine=engine,
-        tokenizer=tokenizer,
-        template=None if template is None else ChatTemplate(template, tokenizer.special),
+        engine=started.engine,
+        tokenizer=started.tokenizer,
+        template=started.template,
         names=tuple(dict.fromkeys((name, engine_config.model))),
         api_keys=config.api_keys,
         limits=config.limits,
