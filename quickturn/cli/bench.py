@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from quickturn.config import EngineConfig, parse_size
+from quickturn.cli import options
+from quickturn.config import EngineConfig
+from quickturn.files.resolve import resolve
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure this machine. Example: quickturn bench offline embedded"
@@ -25,11 +27,12 @@ def _numbers(text: str) -> list[int]:
 @app.command(
     epilog="Example: quickturn bench offline embedded --dtype bfloat16 --peer transformers --output out.json"
 )
+@options.explained()
 def offline(
-    model: Annotated[str, typer.Argument(help="hub id, directory, .gguf file, or 'embedded'")] = "embedded",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    memory: Annotated[str, typer.Option(help="bound of the cache")] = "1GiB",
+    model: options.Model = "embedded",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    memory: options.Memory = "1GiB",
     prefill: Annotated[str, typer.Option(help="prompt lengths")] = "512,2048",
     decode: Annotated[str, typer.Option(help="batch sizes")] = "1,8",
     steps: Annotated[int, typer.Option(help="decode steps of one repetition")] = 64,
@@ -44,12 +47,8 @@ def offline(
 
     if peer not in ("", "transformers"):
         raise typer.BadParameter(f"no peer {peer!r}; there is 'transformers'")
-    config = EngineConfig(
-        model=model,
-        dtype=dtype,  # type: ignore[arg-type]
-        device=device,
-        memory=parse_size(memory),
-    )
+    config = options.engine_config(model, dtype=dtype, device=device, memory=memory)
+    resolve(config.model)
     lengths, batches = _numbers(prefill), _numbers(decode)
     result: dict[str, object] = {}
     if starts:
@@ -72,7 +71,6 @@ def _transformers(
 ) -> dict[str, object]:
     from quickturn.bench.transformers_peer import TransformersPeer, run
     from quickturn.engine.start import pick_device
-    from quickturn.files.resolve import resolve
     from quickturn.loading.dtype import resolve_dtype
 
     device = pick_device(config.device)
@@ -84,14 +82,13 @@ def _transformers(
 @app.command(
     epilog="Example: quickturn bench latency benchmarks/shapes/qwen3-8b --load-format dummy --decode 1x2048"
 )
+@options.explained()
 def latency(
-    model: Annotated[str, typer.Argument(help="hub id, directory, .gguf file, or 'embedded'")] = "embedded",
-    load_format: Annotated[
-        str, typer.Option(help="auto, safetensors, gguf or dummy (random weights)")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    memory: Annotated[str, typer.Option(help="bound of the cache; empty: what the device has")] = "",
+    model: options.Model = "embedded",
+    load_format: options.Format = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    memory: options.Memory = "",
     decode: Annotated[str, typer.Option(help="decode shapes, batch x context")] = "1x2048,8x2048",
     first_token: Annotated[str, typer.Option(help="prompt lengths for the time to the first token")] = "",
     at_once: Annotated[str, typer.Option(help="requests x prompt x answer, added together")] = "",
@@ -108,12 +105,12 @@ def latency(
     from quickturn.bench.offline import OfflineBench, machine
     from quickturn.engine.start import pick_device
 
-    config = EngineConfig(
-        model=model,
-        load_format=load_format,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
+    config = options.engine_config(
+        model,
+        load_format=load_format,
+        dtype=dtype,
         device=device,
-        memory=parse_size(memory) if memory else None,
+        memory=memory,
         max_requests=max_requests,
         max_step_tokens=max_step_tokens,
     )

@@ -1,5 +1,7 @@
 """Options of the engine that several commands share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
 import typer
@@ -65,3 +67,12 @@ def fail(message: object) -> typer.Exit:
     """Print an error for the user; raise the result to end the command with status 1."""
     typer.secho(f"Error: {message}", err=True, fg=typer.colors.RED)
     return typer.Exit(1)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors that a user can mend end the command with their message, not with a stack; also a decorator."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        raise fail(error) from error
