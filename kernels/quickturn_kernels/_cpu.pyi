@@ -125,9 +125,7 @@ def tile_linear(
 ) -> None: ...
 def pack_tiles(weight: int, packed: int, n: int, k: int, stride: int, /) -> None: ...
 def unpack_rows(ids: int, packed: int, out: int, count: int, k: int, table_rows: int, /) -> None: ...
-def pack_quant(
-    format: int, dtype: int, weight: int, packed: int, n: int, k: int, stride: int, /
-) -> None:
+def pack_quant(format: int, dtype: int, weight: int, packed: int, n: int, k: int, stride: int, /) -> None:
     """Quantise [n, k] into the layout of quant_linear.h; format 0 is int8, 1 is int4."""
 
 def unpack_quant_rows(
