@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import quickturn_control as qc
 from control_device import Device, Track
+from numpy.typing import NDArray
 
 BOUND = 2500
 """Operations within which every request ends, three times what was ever seen."""
@@ -228,7 +229,7 @@ class Driver:
         tokens = np.array(prompt, np.int32)
         assert self.scheduler.match(tokens, cache_salt=salt) == self.brute_force(tokens, salt)
 
-    def brute_force(self, tokens: np.ndarray, salt: str) -> int:  # type: ignore[type-arg]
+    def brute_force(self, tokens: NDArray[np.int32], salt: str) -> int:
         """The longest boundary from which every group can go on, tried one by one from the end."""
         unit = self.setup.block_tokens
         if not self.setup.prefix_cache:

@@ -1,6 +1,7 @@
 """A simulated clock and a device that only takes time: for contexts too long for the content oracle."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import quickturn_control as qc
@@ -32,11 +33,11 @@ class Sim:
         groups: Sequence[qc.GroupConfig] = (FULL, STATE),
         seconds: Callable[[qc.StepPlan], float] = roofline,
         transfer_seconds: float = 0.0005,
-        **options: object,
+        **options: Any,
     ) -> None:
-        settings: dict[str, object] = {"max_requests": 64, "max_step_tokens": 2048, "pipeline_depth": 1}
+        settings: dict[str, Any] = {"max_requests": 64, "max_step_tokens": 2048, "pipeline_depth": 1}
         settings.update(options)
-        self.scheduler = qc.Scheduler(qc.SchedulerConfig(groups=list(groups), num_slabs=slabs, **settings))  # type: ignore[arg-type]
+        self.scheduler = qc.Scheduler(qc.SchedulerConfig(groups=list(groups), num_slabs=slabs, **settings))
         self.seconds = seconds
         self.transfer_seconds = transfer_seconds
         self.now = 0.0
@@ -50,12 +51,12 @@ class Sim:
         self.plans: list[qc.StepPlan] = []
         self.retracted: list[int] = []
 
-    def add(self, tokens: NDArray[np.int32], max_tokens: int = 4, **options: object) -> int:
+    def add(self, tokens: NDArray[np.int32], max_tokens: int = 4, **options: Any) -> int:
         """A request that arrives now."""
         self.next_id += 1
         self.scheduler.add(
             qc.Request(self.next_id, tokens, max_tokens=max_tokens, arrival=self.now, **options)
-        )  # type: ignore[arg-type]
+        )
         return self.next_id
 
     def step(self) -> qc.StepPlan | None:
@@ -118,7 +119,7 @@ class Sim:
             self.step()
         raise AssertionError(f"still running: {self.scheduler.stats()}")
 
-    def answer(self, tokens: NDArray[np.int32], max_tokens: int = 4, **options: object) -> int:
+    def answer(self, tokens: NDArray[np.int32], max_tokens: int = 4, **options: Any) -> int:
         """Run one request to its end; the number of its cached tokens."""
         number = self.add(tokens, max_tokens, **options)
         self.run()
