@@ -7,6 +7,8 @@ prints them.
 
 from quickturn_kernels.ops.activation import silu_and_mul
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
+from quickturn_kernels.ops.attention_step import rotary_attention_decode
+from quickturn_kernels.ops.batch import DecodeInputs, append_tokens, gather_decode
 from quickturn_kernels.ops.embedding import embedding
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
@@ -31,6 +33,7 @@ from quickturn_kernels.registry import (
 
 __all__ = [
     "IN_PROMPT",
+    "DecodeInputs",
     "Implementation",
     "LinearWeight",
     "Op",
@@ -41,10 +44,12 @@ __all__ = [
     "SamplingTensors",
     "Signature",
     "add_rms_norm",
+    "append_tokens",
     "current",
     "define",
     "describe",
     "embedding",
+    "gather_decode",
     "implementations",
     "linear",
     "linear_silu_and_mul",
@@ -56,6 +61,7 @@ __all__ = [
     "prepare_linear",
     "register",
     "rms_norm",
+    "rotary_attention_decode",
     "rotary_cache_write",
     "sample",
     "select",

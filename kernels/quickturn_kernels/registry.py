@@ -29,7 +29,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLUGIN_GROUP = "quickturn_kernels.plugins"
 OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
 GPU_TIERS = ("triton", "hopper")
-FAMILIES = ("norm", "linear", "gated_linear", "activation", "rotary", "attention", "embedding", "sampling")
+FAMILIES = (
+    "norm",
+    "linear",
+    "gated_linear",
+    "activation",
+    "rotary",
+    "attention",
+    "attention_step",
+    "batch",
+    "embedding",
+    "sampling",
+)
 
 
 class Priority(IntEnum):

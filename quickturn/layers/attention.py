@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from quickturn_kernels import paged_attention_decode, paged_attention_prefill, rotary_cache_write
+from quickturn_kernels import (
+    paged_attention_decode,
+    paged_attention_prefill,
+    rotary_attention_decode,
+    rotary_cache_write,
+)
 
 from quickturn.layers.forward import ForwardBatch
 
@@ -35,6 +40,28 @@ class Attention:
         heads = qkv.view(tokens, -1, self.head_dim)
         q, k, v = heads.split_with_sizes((kv_heads * self.queries_per_kv, kv_heads, kv_heads), 1)
         cache = batch.caches[self.layer]
+        if batch.prefill is None:
+            # What it reads but q, k and v was gathered or written several kernels ago, ahead of the norm and
+            # the projection.
+            return rotary_attention_decode(
+                q,
+                k,
+                v,
+                batch.positions,
+                self.cos_sin,
+                cache.k,
+                cache.v,
+                batch.slot_mapping[cache.group],
+                batch.block_tables[cache.group],
+                batch.context_lens,
+                self.scale,
+                q_weight=self.q_norm,
+                k_weight=self.k_norm,
+                eps=self.eps,
+                window=self.window,
+                max_context_len=batch.max_context_len,
+                settled=True,
+            ).view(tokens, -1)
         rotary_cache_write(
             q,
             k,
@@ -48,9 +75,7 @@ class Attention:
             k_weight=self.k_norm,
             eps=self.eps,
         )
-        if batch.prefill is None:
-            out = self._decode(q, batch)
-        elif batch.decode is None:
+        if batch.decode is None:
             out = self._prefill(q, batch)
         else:
             n = batch.num_decode

@@ -26,7 +26,8 @@ class ForwardBatch:
     [R], keys visible to the row's last token (this step's tokens included; 0 marks a padding row).
     block_tables: per cache group int32 [R, max_blocks]. slot_mapping: per cache group int64 [T], `block_id *
     block_tokens + offset`, -1 for tokens that are padding. max_query_len, max_context_len: host bounds.
-    sample_rows: int64 [S], token indexes whose logits are wanted. caches: one for each decoder layer.
+    sample_rows: int64 [S], token indexes whose logits are wanted, or None for all. caches: one for each
+    decoder layer.
     """
 
     token_ids: torch.Tensor
@@ -38,7 +39,7 @@ class ForwardBatch:
     slot_mapping: tuple[torch.Tensor, ...]
     max_query_len: int
     max_context_len: int
-    sample_rows: torch.Tensor
+    sample_rows: torch.Tensor | None
     caches: tuple[LayerCache, ...]
 
     @cached_property

@@ -1,4 +1,4 @@
-// Host side of the copy engine: describes a row-major bfloat16 matrix to it.
+// Host side of the copy engine: describes bfloat16 tensors to it.
 #pragma once
 #include <cuda.h>
 #include <dlfcn.h>
@@ -9,11 +9,13 @@
 
 namespace quickturn {
 
-// Boxes of `box_rows` x `box_columns`, written with the 128-byte swizzle; what a box has beyond the matrix is
-// read as zero. `pitch`: elements from row to row, a multiple of 8; `base` is 16-byte aligned. False if the
-// driver refuses or isn't there.
-inline bool encode_map(TensorMap& map, const void* base, long long rows, long long columns, long long pitch,
-                       int box_rows, int box_columns) {
+// Boxes `box` of a bfloat16 tensor of kRank dims, the innermost first, written with the 128-byte swizzle;
+// what a box has beyond the tensor is read as zero. `pitches`: elements from one index to the next of each
+// dim but the innermost, multiples of 8; `base` is 16-byte aligned. False if the driver refuses or isn't
+// there.
+template <int kRank>
+bool encode_boxes(TensorMap& map, const void* base, const long long (&sizes)[kRank],
+                  const long long (&pitches)[kRank - 1], const int (&box)[kRank]) {
   static const auto encode = [] {
     // Looked up at run time, so that the library loads, and can be tested for, where there is no driver.
     void* driver = dlopen("libcuda.so.1", RTLD_NOW);
@@ -21,18 +23,28 @@ inline bool encode_map(TensorMap& map, const void* base, long long rows, long lo
         driver ? dlsym(driver, "cuTensorMapEncodeTiled") : nullptr);
   }();
   if (encode == nullptr) return false;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t pitches[1] = {static_cast<cuuint64_t>(pitch) * 2};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
+  cuuint64_t counts[kRank], bytes[kRank - 1];
+  cuuint32_t boxes[kRank], steps[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    counts[i] = static_cast<cuuint64_t>(sizes[i]);
+    boxes[i] = static_cast<cuuint32_t>(box[i]);
+    steps[i] = 1;
+    if (i > 0) bytes[i - 1] = static_cast<cuuint64_t>(pitches[i - 1]) * 2;
+  }
   CUtensorMap made;
   const CUresult result =
-      encode(&made, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(base), sizes, pitches, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&made, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(base), counts, bytes, boxes,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(made) == sizeof(map));
   std::memcpy(&map, &made, sizeof(map));
   return result == CUDA_SUCCESS;
+}
+
+// A row-major matrix in boxes of `box_rows` x `box_columns`; `pitch`: elements from row to row.
+inline bool encode_map(TensorMap& map, const void* base, long long rows, long long columns, long long pitch,
+                       int box_rows, int box_columns) {
+  return encode_boxes<2>(map, base, {columns, rows}, {pitch}, {box_columns, box_rows});
 }
 
 }  // namespace quickturn

@@ -8,6 +8,7 @@ allocated outputs hold NaN too.
 
 from quickturn_kernels.numerics.attention import attention_cases
 from quickturn_kernels.numerics.attention_step import attention_step_cases
+from quickturn_kernels.numerics.batch import batch_cases
 from quickturn_kernels.numerics.check import Case, Result, check, poisoned
 from quickturn_kernels.numerics.dense import dense_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
@@ -23,5 +24,6 @@ def cases() -> tuple[Case, ...]:
         *rotary_cases(),
         *attention_cases(),
         *attention_step_cases(),
+        *batch_cases(),
         *sampling_cases(),
     )

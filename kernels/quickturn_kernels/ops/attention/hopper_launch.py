@@ -1,0 +1,170 @@
+"""The launch of the Hopper decode attention (csrc/cuda/attention_decode.cu)."""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quickturn_kernels.cuda_build import library
+from quickturn_kernels.ops.attention.triton_common import LOG2_E
+from quickturn_kernels.platform import describe
+from quickturn_kernels.triton_common import zeroed_counters
+
+HEAD_DIMS = frozenset({64, 128, 256})
+TILE_KEYS = 64
+MAX_ROWS = 1024
+MAX_GROUP = 16
+MIN_BLOCK_TOKENS = 8
+
+_POINTERS = (
+    "q",
+    "k",
+    "v",
+    "q_weight",
+    "k_weight",
+    "cos_sin",
+    "k_cache",
+    "v_cache",
+    "out",
+    "tables",
+    "lens",
+    "parts",
+    "part_stats",
+    "arrived",
+)
+_PITCHES = (
+    "q_token",
+    "q_head",
+    "k_token",
+    "k_head",
+    "v_token",
+    "v_head",
+    "cos_sin_row",
+    "table",
+    "k_block",
+    "k_row",
+    "v_block",
+    "v_row",
+)
+
+
+class _Arguments(ctypes.Structure):
+    """DecodeArguments of attention_decode.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((f"{name}_pitch", ctypes.c_longlong) for name in _PITCHES),
+        *((name, ctypes.c_float) for name in ("scale_log2", "eps")),
+        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group", "block_tokens", "window", "stages")),
+    ]
+
+
+def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `launch` can do this call: bfloat16 pages that the copy engine can address."""
+    rows, heads, _ = q.shape
+    block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    return (
+        0 < rows <= MAX_ROWS
+        and heads // kv_heads <= MAX_GROUP
+        and block_tokens >= MIN_BLOCK_TOKENS
+        and block_tokens & (block_tokens - 1) == 0
+        and q.stride(2) == 1
+        and all(
+            cache.dtype == q.dtype
+            and cache.data_ptr() % 16 == 0
+            and all(stride % 8 == 0 for stride in cache.stride()[:3])
+            for cache in (k_cache, v_cache)
+        )
+    )
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    max_context_len: int,
+    *,
+    fresh: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
+    eps: float = 0.0,
+    early: bool = False,
+) -> Tensor:
+    """Attention of rows that `takes` took; returns [R, Hq, D].
+
+    fresh: (k, v, cos_sin, q_weight, k_weight) of rows whose newest key isn't in the cache and whose q isn't
+    rotated. early: may start before the kernel ahead has finished, see `rotary_attention_decode`. Raises
+    RuntimeError if the launch fails.
+    """
+    rows, heads, head_dim = q.shape
+    block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    group = heads // kv_heads
+    device = q.device
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=device)
+    context_lens = context_lens.contiguous()
+    blocks = min(describe(device).units, rows * kv_heads * -(-max_context_len // TILE_KEYS))
+    parts = torch.empty(blocks * 2 * group * (head_dim + 2), dtype=torch.float32, device=device)
+    arguments = _Arguments(
+        q=q.data_ptr(),
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+        out=out.data_ptr(),
+        tables=block_tables.data_ptr(),
+        lens=context_lens.data_ptr(),
+        parts=parts.data_ptr(),
+        part_stats=parts.data_ptr() + blocks * 2 * group * head_dim * 4,
+        arrived=zeroed_counters(device, rows * kv_heads).data_ptr(),
+        q_token_pitch=q.stride(0),
+        q_head_pitch=q.stride(1),
+        table_pitch=block_tables.stride(0),
+        k_block_pitch=k_cache.stride(0),
+        k_row_pitch=k_cache.stride(1),
+        v_block_pitch=v_cache.stride(0),
+        v_row_pitch=v_cache.stride(1),
+        scale_log2=scale * LOG2_E,
+        eps=eps,
+        rows=rows,
+        kv_heads=kv_heads,
+        group=group,
+        block_tokens=block_tokens,
+        window=window,
+    )
+    if fresh is not None:
+        k, v, cos_sin, q_weight, k_weight = fresh
+        arguments.k, arguments.k_token_pitch, arguments.k_head_pitch = k.data_ptr(), k.stride(0), k.stride(1)
+        arguments.v, arguments.v_token_pitch, arguments.v_head_pitch = v.data_ptr(), v.stride(0), v.stride(1)
+        arguments.cos_sin, arguments.cos_sin_row_pitch = cos_sin.data_ptr(), cos_sin.stride(0)
+        arguments.q_weight = None if q_weight is None else q_weight.data_ptr()
+        arguments.k_weight = None if k_weight is None else k_weight.data_ptr()
+    code = _function(device)(
+        ctypes.byref(arguments),
+        head_dim,
+        k_cache.shape[0],
+        blocks,
+        early,
+        torch.cuda.current_stream(device).cuda_stream,
+    )
+    if code != 0:
+        raise RuntimeError(
+            f"decode attention of {tuple(q.shape)} over pages {tuple(k_cache.shape)}: CUDA error {code}"
+        )
+    return out
+
+
+@cache
+def _function(device: torch.device) -> "ctypes._FuncPointer":
+    function = library(describe(device).capability).quickturn_attention_decode
+    whole = ctypes.c_int
+    function.argtypes = [
+        ctypes.POINTER(_Arguments),
+        whole,
+        ctypes.c_longlong,
+        whole,
+        whole,
+        ctypes.c_void_p,
+    ]
+    function.restype = whole
+    return function

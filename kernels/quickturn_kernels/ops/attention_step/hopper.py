@@ -1,0 +1,80 @@
+"""Head norms, rotary, cache write and decode attention in one kernel: keys are fetched before q is there."""
+
+import torch
+from torch import Tensor
+
+from quickturn_kernels import cuda_build
+from quickturn_kernels.ops.attention.hopper_launch import HEAD_DIMS, launch, takes
+from quickturn_kernels.ops.attention_step.reference import rotary_attention_decode as composed
+from quickturn_kernels.platform import HOPPER
+from quickturn_kernels.registry import Priority, register
+
+if cuda_build.available((9, 0)):
+
+    @register(
+        "rotary_attention_decode",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.bfloat16,),
+        traits={"head_dim": HEAD_DIMS},
+        priority=Priority.SPECIALIZED,
+    )
+    def rotary_attention_decode(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        window: int,
+        max_context_len: int,
+        settled: bool,
+    ) -> Tensor:
+        """See `quickturn_kernels.rotary_attention_decode`. Partial rotary takes the separate kernels."""
+        weights = [weight for weight in (q_weight, k_weight) if weight is not None]
+        if (
+            not takes(q, k_cache, v_cache)
+            or cos_sin.shape[1] != q.shape[2]
+            or len(weights) == 1
+            or any(weight.dtype != q.dtype for weight in weights)
+        ):
+            return composed(
+                q,
+                k,
+                v,
+                positions,
+                cos_sin,
+                k_cache,
+                v_cache,
+                slot_mapping,
+                block_tables,
+                context_lens,
+                scale,
+                q_weight,
+                k_weight,
+                eps,
+                window,
+                max_context_len,
+                settled,
+            )
+        return launch(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            context_lens,
+            scale,
+            window,
+            max_context_len,
+            fresh=(k, v, cos_sin, q_weight, k_weight),
+            eps=eps,
+            early=settled,
+        )
