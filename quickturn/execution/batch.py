@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from quickturn_kernels import append_tokens, gather_decode
 
 from quickturn.cache.layout import ArenaLayout
 from quickturn.cache.views import LayerCache
@@ -62,7 +63,6 @@ class DeviceBatch:
         for table in self.block_tables:
             table[self.padding_slot] = -1
         self._decode_starts = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
-        self._decode_rows = torch.arange(max_requests, dtype=torch.int64, device=device)
 
     def load_tokens(self, slot: int, tokens: Ints) -> None:
         """Put all known tokens of an admitted request into its slot."""
@@ -71,21 +71,25 @@ class DeviceBatch:
     def update_tables(self, group: int, slots: Ints, indexes: Ints, blocks: Ints) -> None:
         """Enter new blocks: `block_tables[group][slots[i], indexes[i]] = blocks[i]`."""
         if len(slots):
-            at = (self._upload(slots).long(), self._upload(indexes).long())
-            self.block_tables[group].index_put_(at, self._upload(blocks))
+            packed = self._upload(np.stack((slots, indexes, blocks)).astype(np.int64))
+            self.block_tables[group].index_put_((packed[0], packed[1]), packed[2].to(torch.int32))
 
     def append(self, slots: Ints, positions: Ints, tokens: torch.Tensor) -> None:
-        """Write sampled tokens (int64 [S]) to their slots on the device: the next step may run before the
-        host saw them.
+        """Write sampled tokens (int64 [S]) to their slots on the device, behind the tokens at `positions`:
+        the next step may run before the host saw them.
         """
-        at = (self._upload(slots).long(), self._upload(positions).long())
-        self.token_ids.index_put_(at, tokens.to(torch.int32))
+        packed = self._upload(np.stack((slots, positions)).astype(np.int64))
+        self.append_decoded(packed[0], packed[1], tokens)
+
+    def append_decoded(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """`append` from tensors on the device alone (int64 [R]); nothing is written for padding rows."""
+        append_tokens(self.token_ids, slots, positions, tokens)
 
     def forward_batch(self, rows: StepRows) -> ForwardBatch:
         """Gather what the model needs for one step."""
         count, num_decode = len(rows.slots), rows.num_decode
         slots = self._upload(rows.slots).long()
-        if num_decode == count:
+        if num_decode == count and rows.samples.all():
             longest = int(rows.context_lens.max(initial=0)) + 1
             return self.decode_batch(slots, self._upload(rows.context_lens).long(), longest)
         ends = np.cumsum(rows.query_lens, dtype=np.int32)
@@ -111,15 +115,20 @@ class DeviceBatch:
         slots, positions: int64 [R]; a padding row has `padding_slot` and position -1.
         """
         count = len(slots)
-        return self._gather(
-            slots,
-            self._decode_rows[:count],
-            positions,
-            self._decode_starts[: count + 1],
-            count,
+        width = -(-max_context_len // self._block_tokens)
+        rows = gather_decode(slots, positions, self.token_ids, self.block_tables, self._block_tokens, width)
+        return ForwardBatch(
+            token_ids=rows.token_ids,
+            positions=rows.positions,
+            num_decode=count,
+            query_start=self._decode_starts[: count + 1],
+            context_lens=rows.context_lens,
+            block_tables=rows.block_tables,
+            slot_mapping=rows.slot_mapping,
             max_query_len=1,
             max_context_len=max_context_len,
-            sample_rows=self._decode_rows[:count],
+            sample_rows=None,
+            caches=self._caches,
         )
 
     def _gather(
@@ -139,12 +148,11 @@ class DeviceBatch:
         token_slots = slots[row_of_token]
         tables = tuple(table[:, :width][slots] for table in self.block_tables)
         index, offset = positions // size, positions % size
-        # A padding row's block is -1, which makes every place of it negative: not written.
         mapping = tuple(table[token_slots, index].long() * size + offset for table in self.block_tables)
         last = query_start[1:].long() - 1
         return ForwardBatch(
             token_ids=self.token_ids[token_slots, positions].long(),
-            positions=positions.clamp(min=0) if self._device.type == "cuda" else positions,
+            positions=positions,
             num_decode=num_decode,
             query_start=query_start,
             context_lens=(positions[last] + 1).to(torch.int32),

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs, one for each bucket of batch sizes.
 
-A graph reads two small static tensors (slots and positions) and gathers everything else on the device, so
-that a replay costs one copy and one launch. Rows that fill a batch up to its bucket point to the padding
-slot: nothing is written for them, and what they compute is thrown away.
+A graph reads two small static tensors (slots and positions) and gathers everything else on the device. It
+also takes the likeliest tokens and appends them, so that a greedy step costs one copy and one launch; other
+rows are sampled from its logits, and their tokens written over those. Rows that fill a batch up to its bucket
+point to the padding slot: nothing is written for them, and what they compute is thrown away.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.sampler import greedy
 from quickturn.execution.upload import host_tensor
 from quickturn.models.base import Model
 
@@ -23,12 +25,13 @@ WARM_UP_RUNS = 2
 @dataclass(frozen=True)
 class RecordedStep:
     """A recorded decode step. inputs: int64 [2, bucket], slots and positions; logits: float32 [bucket,
-    vocab].
+    vocab]; tokens: int64 [bucket], the likeliest.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 def buckets(max_requests: int) -> list[int]:
@@ -72,10 +75,11 @@ class DecodeGraphs:
             next(size for size in sizes if size >= count) for count in range(1, self._batch.max_requests + 1)
         ]
 
-    def replay(self, rows: StepRows) -> torch.Tensor | None:
-        """Logits of a step of sampled decode rows, float32 [R, vocab]; None if the step isn't of that kind.
+    def replay(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Logits (float32 [R, vocab]) and greedy tokens (int64 [R], appended already) of a step of sampled
+        decode rows; None if the step isn't of that kind.
 
-        The logits are overwritten by the next replay of the same bucket.
+        Both are overwritten by the next replay of the same bucket.
         """
         count = len(rows.slots)
         if rows.num_decode < count or not rows.samples.all():
@@ -86,7 +90,7 @@ class DecodeGraphs:
         packed[1, :count], packed[1, count:] = rows.context_lens, -1
         recorded.inputs.copy_(host_tensor(packed, self._device), non_blocking=True)
         recorded.graph.replay()
-        return recorded.logits[:count]
+        return recorded.logits[:count], recorded.tokens[:count]
 
     def _record(self, size: int, pool: Any) -> RecordedStep:
         inputs = torch.empty((2, size), dtype=torch.int64, device=self._device)
@@ -99,8 +103,12 @@ class DecodeGraphs:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._forward(inputs)
-        return RecordedStep(graph, inputs, logits)
+            logits, tokens = self._forward(inputs)
+        return RecordedStep(graph, inputs, logits, tokens)
 
-    def _forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._model.forward(self._batch.decode_batch(inputs[0], inputs[1], self._batch.max_context))
+    def _forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots, positions = inputs[0], inputs[1]
+        logits = self._model.forward(self._batch.decode_batch(slots, positions, self._batch.max_context))
+        tokens = greedy(logits)
+        self._batch.append_decoded(slots, positions, tokens)
+        return logits, tokens

@@ -15,7 +15,7 @@ from quickturn.cache.arena import Arena
 from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, StepRows
 from quickturn.execution.graphs import DecodeGraphs
-from quickturn.execution.sampler import RowLogprobs, Sampler
+from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
 
@@ -110,19 +110,28 @@ class Runner:
         started = time.perf_counter()
         for group, update in enumerate(updates):
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
-        logits = self._graphs.replay(rows) if self._graphs is not None else None
-        if logits is None:
-            logits = self._model.forward(self._batch.forward_batch(rows))
+        replayed = self._graphs.replay(rows) if self._graphs is not None else None
+        if replayed is not None and self._sampler.is_plain(rows.slots):
+            sampled = SampledRows(replayed[1], list)
+        else:
+            logits = (
+                replayed[0] if replayed is not None else self._model.forward(self._batch.forward_batch(rows))
+            )
+            sampled = self._sample(logits, rows)
+        if self._device.type != "cuda":
+            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs, started, None)
+        host = torch.empty(len(sampled.tokens), dtype=torch.int32, pin_memory=True)
+        host.copy_(sampled.tokens, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return PendingStep(host, sampled.logprobs, started, done)
+
+    def _sample(self, logits: torch.Tensor, rows: StepRows) -> SampledRows:
+        """Choose the tokens of the rows that sample, and append them."""
         sampling = rows.samples != 0
         slots = rows.slots[sampling]
         positions = (rows.context_lens + rows.query_lens)[sampling]
         sampled = self._sampler.sample(logits, slots, positions)
         if len(slots):
-            self._batch.append(slots, positions, sampled.tokens)
-        if self._device.type != "cuda":
-            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs, started, None)
-        host = torch.empty(len(slots), dtype=torch.int32, pin_memory=True)
-        host.copy_(sampled.tokens, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-        return PendingStep(host, sampled.logprobs, started, done)
+            self._batch.append(slots, positions - 1, sampled.tokens)
+        return sampled

@@ -37,6 +37,17 @@ class SampledRows:
     logprobs: Callable[[], Sequence[RowLogprobs | None]]
 
 
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token of each row of `logits` [R, V]: int64 [R], -1 where logits are not finite."""
+    rows = logits.shape[0]
+    floats = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    longs = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    ints = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    # Greedy rows read none of these.
+    params = SamplingTensors(floats, ints, floats, floats, longs, longs, all_greedy=True, no_filters=True)
+    return sample(logits, params).tokens
+
+
 class Sampler:
     """Slot-indexed sampling parameters, penalty counts and biases."""
 
@@ -75,6 +86,13 @@ class Sampler:
         self._logprobs[slot] = _NO_LOGPROBS if p.logprobs is None else p.logprobs
         self._admit_penalties(slot, tokens, prompt_len, p)
         self._admit_bias(slot, p.logit_bias)
+
+    def is_plain(self, slots: NDArray[np.int32]) -> bool:
+        """Whether all these slots just take the likeliest token, and nothing is to be said about it."""
+        asks = (self._draws, self._penalties, self._biased)
+        return not any(table[slots].any() for table in asks) and bool(
+            (self._logprobs[slots] == _NO_LOGPROBS).all()
+        )
 
     def sample(
         self, logits: torch.Tensor, slots: NDArray[np.int32], positions: NDArray[np.int32]

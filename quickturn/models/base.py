@@ -99,9 +99,10 @@ class Model:
         for run in self._body:
             x = run(x, residual, batch)
         rows = batch.sample_rows
-        if rows.shape[0] == 0:
-            return torch.empty((0, self.vocab_size), dtype=torch.float32, device=x.device)
-        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+        if rows is not None:
+            if rows.shape[0] == 0:
+                return torch.empty((0, self.vocab_size), dtype=torch.float32, device=x.device)
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
         for run in self._tail:
             x = run(x, residual, batch)
         return x
