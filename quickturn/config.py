@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "stored", "int8", "int4"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
@@ -32,6 +33,8 @@ class EngineConfig:
     dtype: DtypeName = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "none"
+    """Matrices in fewer bits. `stored`: as a GGUF file has them (Q8_0, Q4_0, Q4_1), which loses nothing."""
     memory: int | None = None
     """Bound of the cache arena in bytes."""
     block_tokens: int = 64

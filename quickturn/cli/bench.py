@@ -32,6 +32,7 @@ def offline(
     model: options.Model = "embedded",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    quantization: options.Quantize = "none",
     memory: options.Memory = "1GiB",
     prefill: Annotated[str, typer.Option(help="prompt lengths")] = "512,2048",
     decode: Annotated[str, typer.Option(help="batch sizes")] = "1,8",
@@ -47,7 +48,9 @@ def offline(
 
     if peer not in ("", "transformers"):
         raise typer.BadParameter(f"no peer {peer!r}; there is 'transformers'")
-    config = options.engine_config(model, dtype=dtype, device=device, memory=memory)
+    config = options.engine_config(
+        model, dtype=dtype, device=device, quantization=quantization, memory=memory
+    )
     resolve(config.model)
     lengths, batches = _numbers(prefill), _numbers(decode)
     result: dict[str, object] = {}
@@ -86,6 +89,7 @@ def _transformers(
 def latency(
     model: options.Model = "embedded",
     load_format: options.Format = "auto",
+    quantization: options.Quantize = "none",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     memory: options.Memory = "",
@@ -108,6 +112,7 @@ def latency(
     config = options.engine_config(
         model,
         load_format=load_format,
+        quantization=quantization,
         dtype=dtype,
         device=device,
         memory=memory,

@@ -37,6 +37,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.Format = "auto",
+    quantization: options.Quantize = "none",
     max_context: options.MaxContext = None,
     core: options.Core = DEFAULT_CORE,
 ) -> None:
@@ -47,6 +48,7 @@ def chat(
         dtype=dtype,
         device=device,
         load_format=load_format,
+        quantization=quantization,
         max_context=max_context,
         max_requests=8,
     )

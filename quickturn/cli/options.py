@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from quickturn.config import DtypeName, EngineConfig, LoadFormat, parse_size
+from quickturn.config import DtypeName, EngineConfig, LoadFormat, Quantization, parse_size
 from quickturn.files.resolve import EMBEDDED
 
 
@@ -39,6 +39,13 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Format = Annotated[
     str,
     typer.Option(help="auto, safetensors, gguf, or dummy for random weights.", callback=_one_of(LoadFormat)),
+]
+Quantize = Annotated[
+    str,
+    typer.Option(
+        help="Matrices in fewer bits: none, stored (as the file has them), int8, int4.",
+        callback=_one_of(Quantization),
+    ),
 ]
 Memory = Annotated[
     str, typer.Option(help="Bound of the cache, such as 2GiB. Default: from the machine.", callback=_size)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,6 +49,10 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return self._shapes
+
+    def stored_bits(self, name: str) -> Literal["int8", "int4"] | None:
+        """None: nothing here is quantised."""
+        return None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copy tensor `name` to `out`, casting on the way."""

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,10 @@ class DummySource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return self._shapes
+
+    def stored_bits(self, name: str) -> Literal["int8", "int4"] | None:
+        """None: nothing here is quantised."""
+        return None
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Ones for norms, else normal with deviation 0.02, as most models are initialised."""

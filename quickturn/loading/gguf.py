@@ -6,9 +6,10 @@ import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from gguf import GGMLQuantizationType
 
 from quickturn.files.errors import LoadError
 from quickturn.files.gguf_header import GgufHeader, GgufTensor, read_header
@@ -44,6 +45,13 @@ def hf_name(name: str) -> str | None:
     return None
 
 
+_KEPT: dict[GGMLQuantizationType, Literal["int8", "int4"]] = {
+    GGMLQuantizationType.Q8_0: "int8",
+    GGMLQuantizationType.Q4_0: "int4",
+    GGMLQuantizationType.Q4_1: "int4",
+}
+
+
 class GgufSource:
     """The tensors of a GGUF file under Hugging Face names, and the configuration in its metadata."""
 
@@ -75,6 +83,10 @@ class GgufSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def stored_bits(self, name: str) -> Literal["int8", "int4"] | None:
+        """How the file's own numbers can stay as they are; None for formats that only dequantise."""
+        return _KEPT.get(GGMLQuantizationType(self._tensors[name].ggml_type))
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Dequantise tensor `name` to `out`, casting on the way."""

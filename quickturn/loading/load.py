@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quickturn_kernels import LinearWeight
 
 from quickturn.config import EngineConfig
 from quickturn.files.errors import LoadError
@@ -60,18 +61,21 @@ def load_model(
     if source is None:
         source = DummySource(specs, config.seed)
     dtype = resolve_dtype(config.dtype, device)
+    if config.quantization != "none" and dtype != torch.bfloat16:
+        raise ValueError(f"quantization {config.quantization} computes in bfloat16, but the dtype is {dtype}")
     label = f"loading {files.name}"
 
     def report(done: int, total: int) -> None:
         if progress is not None:
             progress(label, done * dtype.itemsize, total * dtype.itemsize)
 
-    parameters = load_parameters(specs, source, dtype, device, report)
+    parameters = load_parameters(specs, source, dtype, device, report, config.quantization)
     model = build(architecture, parameters, max_context, device)
     tensors = {
         segment.tensor: segment.rows * (spec.columns or 1) for spec in specs for segment in spec.segments
     }
     count = sum(tensors.values())
+    held = {id(parameter): _bytes(parameter) for parameter in parameters.values()}
     info = LoadedInfo(
         files=files,
         config=hf,
@@ -79,7 +83,7 @@ def load_model(
         max_context=max_context,
         stop_token_ids=_stop_token_ids(files.path, hf),
         parameters=count,
-        weight_bytes=count * dtype.itemsize,
+        weight_bytes=sum(held.values()),
         seconds=time.perf_counter() - started,
     )
     return model, info
@@ -101,6 +105,11 @@ def _max_context(architecture: Architecture, wanted: int | None) -> int:
     if wanted is not None and wanted > longest:
         raise ValueError(f"max_context is {wanted}, but the model allows {longest} tokens")
     return wanted or longest
+
+
+def _bytes(parameter: torch.Tensor | LinearWeight) -> int:
+    tensors = (parameter,) if isinstance(parameter, torch.Tensor) else parameter.tensors
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _stop_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:

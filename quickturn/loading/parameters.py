@@ -7,11 +7,13 @@ parameters in work.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import quickturn_kernels
 import torch
 from quickturn_kernels import LinearWeight, prepare_linear
 
+from quickturn.config import Quantization
 from quickturn.files.errors import LoadError
 from quickturn.loading.source import TensorSource
 from quickturn.parallel.weights import WeightSpec
@@ -33,10 +35,12 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    quantization: Quantization = "none",
 ) -> dict[str, torch.Tensor | LinearWeight]:
     """Every parameter of `specs` on `device`, by name. Raises LoadError if `source` and `specs` don't match.
 
-    A checkpoint tensor that two specs name (a tied head) is read once; they share it if the layout allows.
+    A checkpoint tensor that two specs name (a tied head) is read once, and laid out for the head: the
+    embedding takes its rows from there.
     """
     check_names(specs, source.shapes())
     first_use: dict[str, WeightSpec] = {}
@@ -45,15 +49,22 @@ def load_parameters(
             first_use.setdefault(segment.tensor, spec)
     own = [spec for spec in specs if all(first_use[segment.tensor] is spec for segment in spec.segments)]
     tied = [spec for spec in specs if spec not in own]
+    heads = {first_use[spec.segments[0].tensor].name for spec in tied if spec.use == "linear"}
     total = sum(_elements(spec) for spec in specs)
 
     def load(spec: WeightSpec) -> torch.Tensor | LinearWeight:
-        tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+        matrix = spec.use == "linear" or spec.name in heads
+        quantize = _format(spec, source, quantization) if matrix else None
+        # From float32, so that the numbers of a file that is quantised alike come back exactly.
+        read_as = dtype if quantize is None else torch.float32
+        tensor = torch.empty(spec.shape, dtype=read_as, device=device)
         row = 0
         for segment in spec.segments:
             source.read_into(segment.tensor, tensor[row : row + segment.rows])
             row += segment.rows
-        return prepare_linear(tensor) if spec.use == "linear" else tensor
+        if quantize is not None:
+            return prepare_linear(tensor, quantize=quantize)
+        return prepare_linear(tensor) if matrix else tensor
 
     quickturn_kernels.load()  # here, so that no two threads import the same tier
     parameters: dict[str, torch.Tensor | LinearWeight] = {}
@@ -65,10 +76,9 @@ def load_parameters(
             if progress is not None:
                 progress(done, total)
     for spec in tied:
-        table = parameters[first_use[spec.segments[0].tensor].name]
-        if len(spec.segments) > 1 or not isinstance(table, torch.Tensor):
+        if len(spec.segments) > 1:
             raise LoadError(f"{spec.name} is tied to a weight that can't be shared")
-        parameters[spec.name] = prepare_linear(table) if spec.use == "linear" else table
+        parameters[spec.name] = parameters[first_use[spec.segments[0].tensor].name]
     if progress is not None:
         progress(total, total)
     return parameters
@@ -102,6 +112,16 @@ def check_names(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...
         raise LoadError(
             f"the checkpoint has {len(extra)} tensors that this architecture has no place for: {_some(extra)}"
         )
+
+
+def _format(
+    spec: WeightSpec, source: TensorSource, quantization: Quantization
+) -> Literal["int8", "int4"] | None:
+    """How the kernels keep a matrix; fused tensors that are stored unlike each other are dequantised."""
+    if quantization == "stored":
+        kept = {source.stored_bits(segment.tensor) for segment in spec.segments}
+        return kept.pop() if len(kept) == 1 else None
+    return None if quantization == "none" else quantization
 
 
 def _some(items: Sequence[str]) -> str:

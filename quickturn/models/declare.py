@@ -70,7 +70,7 @@ class Embed:
 
     def step(self, materials: Materials) -> Step:
         """Ids `[T]` to the residual stream `[T, H]`."""
-        run = embedding.Embedding(materials.tensor(f"{self.name}.weight"))
+        run = embedding.Embedding(materials.parameters[f"{self.name}.weight"])
         return Step(self.name, "vocab", Replicate(), Replicate(), run, "begin")
 
 
