@@ -8,9 +8,9 @@ loaded, so they have to be in the environment before torch is imported.
 from collections.abc import Mapping, MutableMapping
 
 SPIN_COUNT = "4000"
-"""Longer than most gaps between the operations of a decode step. On two quiet cores a step took no longer than
-with the default, where 2000 cost a fifth and sleeping at once half as much again; beside six other processes
-it took a tenth of what the default made of it, and longer spins cost more.
+"""Longer than most gaps between the operations of a decode step. On two quiet cores a step took no longer
+than with the default, where 2000 cost a fifth and sleeping at once half as much again; beside six other
+processes it took a tenth of what the default made of it, and longer spins cost more.
 """
 
 _ASKED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
