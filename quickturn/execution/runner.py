@@ -65,7 +65,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
             seconds = time.perf_counter() - self._started
-        return StepTokens(self._tokens.numpy(), self._logprobs(), seconds)
+        return StepTokens(self._tokens.numpy().astype(np.int32), self._logprobs(), seconds)
 
 
 class Runner:
@@ -119,8 +119,8 @@ class Runner:
             )
             sampled = self._sample(logits, rows)
         if self._device.type != "cuda":
-            return PendingStep(sampled.tokens.to(torch.int32), sampled.logprobs, started, None)
-        host = torch.empty(len(sampled.tokens), dtype=torch.int32, pin_memory=True)
+            return PendingStep(sampled.tokens, sampled.logprobs, started, None)
+        host = torch.empty(len(sampled.tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()

@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init_fence();
     }
   } else {
+    prefetch_tables(args, threadIdx.x - 32, kComputing - 32);
     // Padding of the query and of the fresh key's tile must be finite.
     for (int i = threadIdx.x - 32; i < (place.sums - place.fresh) / 16; i += kComputing - 32)
       reinterpret_cast<uint4*>(shared + place.fresh)[i] = make_uint4(0, 0, 0, 0);

@@ -25,7 +25,7 @@ struct DecodeArguments {
   long long cos_sin_pitch, table_pitch;
   long long k_block_pitch, k_row_pitch, v_block_pitch, v_row_pitch;
   float scale_log2, eps;
-  int rows, kv_heads, group, block_tokens, window, stages;
+  int rows, kv_heads, group, block_tokens, window, table_width, stages;
 };
 
 // Which stored keys a row sees: [oldest, stored); `tiles` from `first_tile` on. A row has one tile at least,
@@ -92,6 +92,22 @@ __device__ __forceinline__ Segment segment_at(const int* ends, const DecodeArgum
   segment.head_start = at - segment.first;
   segment.count = min(segment.row_tiles - segment.first, end - at);
   return segment;
+}
+
+__device__ __forceinline__ void prefetch_line(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+// Asks for what the blocks will read one after the other: a layer's weights have driven the block tables and
+// the counters out of L2, and each would cost a trip to memory of its own. The blocks share the lines.
+__device__ __forceinline__ void prefetch_tables(const DecodeArguments& args, int thread, int threads) {
+  constexpr int kLine = 128 / 4;
+  const int row_lines = (args.table_width + kLine - 1) / kLine;
+  for (int line = blockIdx.x * threads + thread; line < args.rows * row_lines; line += gridDim.x * threads)
+    prefetch_line(args.tables + line / row_lines * args.table_pitch + line % row_lines * kLine);
+  const int counter_lines = (args.rows * args.kv_heads + kLine - 1) / kLine;
+  for (int line = blockIdx.x * threads + thread; line < counter_lines; line += gridDim.x * threads)
+    prefetch_line(args.arrived + line * kLine);
 }
 
 // The running softmax of a warp: rows lane / 4 and lane / 4 + 8 of the query tile.

@@ -56,7 +56,10 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((f"{name}_pitch", ctypes.c_longlong) for name in _PITCHES),
         *((name, ctypes.c_float) for name in ("scale_log2", "eps")),
-        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group", "block_tokens", "window", "stages")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("rows", "kv_heads", "group", "block_tokens", "window", "table_width", "stages")
+        ),
     ]
 
 
@@ -131,6 +134,7 @@ def launch(
         group=group,
         block_tokens=block_tokens,
         window=window,
+        table_width=block_tables.shape[1],
     )
     if fresh is not None:
         k, v, cos_sin, q_weight, k_weight = fresh
