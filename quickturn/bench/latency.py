@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quickturn.bench.offline import OfflineBench, Spread, spread
+from quickturn.engine.messages import CancelRequest
 
 COPY_BYTES = 4 << 30
 CPU_COPY_BYTES = 256 << 20
@@ -101,8 +102,8 @@ def copy_rate(device: torch.device) -> float:
 def decode_shape(bench: OfflineBench, batch: int, context: int, steps: int, rate: float) -> DecodeShape:
     """Median decode step of `batch` requests behind `context` cached tokens each."""
     core = bench.core
-    for _ in range(batch):
-        bench.add(context, steps + 16)
+    # Long enough that the first one still decodes when the last prompt is through: prefill yields to decode.
+    ids = [bench.add(context, core.ready().max_context - context) for _ in range(batch)]
     while core.last_step.decode_rows < batch:
         core.step()
     for _ in range(8):
@@ -112,6 +113,8 @@ def decode_shape(bench: OfflineBench, batch: int, context: int, steps: int, rate
         started = time.perf_counter()
         core.step()
         taken.append((time.perf_counter() - started) * 1e3)
+    for id in ids:
+        core.cancel(CancelRequest(id))
     bench.drain()
     step_bytes = core.step_bytes(batch, context + steps // 2)
     roof_ms = step_bytes / rate * 1e3

@@ -103,9 +103,9 @@ class OfflineBench:
         """`length` random token ids."""
         return self._rng.integers(0, self.core.ready().vocab_size, length, dtype=np.int32)
 
-    def add(self, length: int, max_tokens: int) -> None:
-        """Add a fresh random prompt that will generate exactly `max_tokens` greedy tokens."""
-        self._add(self.prompt(length), max_tokens)
+    def add(self, length: int, max_tokens: int) -> int:
+        """Add a fresh random prompt that will generate exactly `max_tokens` greedy tokens; its id."""
+        return self._add(self.prompt(length), max_tokens)
 
     def time_prompt(self, prompt: NDArray[np.int32]) -> tuple[float, int]:
         """Seconds to the first token of `prompt`, and how many of its tokens were cached."""
@@ -121,7 +121,7 @@ class OfflineBench:
             cached = max([cached, *(output.cached_tokens for output in self.core.step().outputs)])
         return cached
 
-    def _add(self, prompt: NDArray[np.int32], max_tokens: int) -> None:
+    def _add(self, prompt: NDArray[np.int32], max_tokens: int) -> int:
         self._next_id += 1
         self.core.add(
             AddRequest(
@@ -131,6 +131,7 @@ class OfflineBench:
                 arrival=time.monotonic(),
             )
         )
+        return self._next_id
 
 
 def machine() -> dict[str, object]:
