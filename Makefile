@@ -11,7 +11,7 @@ CPP := $(shell find control kernels -path '*/build' -prune -o \
   \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 NATIVE := $(CPP) $(shell find control kernels -name CMakeLists.txt -o -name pyproject.toml)
 
-.PHONY: chat serve test lint unit bench install clean
+.PHONY: chat serve test lint unit oracle bench install clean
 
 chat: install
 	@$(BIN)/quickturn chat $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
@@ -37,7 +37,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(BIN)/pip install -q --no-deps triton
 	@touch $@
 
-test: $(VENV)/.dev lint unit
+test: $(VENV)/.dev lint unit oracle
 	cd kernels && $(abspath $(BIN))/python -m pytest
 	$(BIN)/python -m pytest
 
@@ -57,6 +57,18 @@ unit: $(VENV)/.dev
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 	@$(BIN)/cmake --build build/control
 	@$(BIN)/ctest --test-dir build/control --output-on-failure
+
+# Random operations against the oracle, and the cases, on a control plane that was built with the sanitizers.
+SITE := build/control-python/site/quickturn_control
+oracle: $(VENV)/.dev
+	@$(BIN)/cmake -S control -B build/control-python -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DQUICKTURN_SANITIZE=ON \
+	  -DQUICKTURN_PYTHON=ON -DQUICKTURN_TESTS=OFF -DPython_EXECUTABLE=$(abspath $(BIN))/python \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+	@$(BIN)/cmake --build build/control-python
+	@mkdir -p $(SITE) && cp control/quickturn_control/*.py build/control-python/_control*.so $(SITE)/
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  PYTHONPATH=$(dir $(SITE)) QUICKTURN_ORACLE_OPS=20000 \
+	  $(BIN)/python -m pytest tests/control/test_oracle.py tests/control/test_cases.py
 
 bench: install
 	$(BIN)/quickturn bench --help

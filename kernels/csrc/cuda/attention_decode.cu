@@ -76,7 +76,8 @@ __device__ void request_keys(const DecodeArguments& args, const TensorMap* k_map
     const int* table = args.tables + segment.row * args.table_pitch;
     for (int done = 0; done < segment.count; done += ahead) {
       const int mine = (keys.first_tile + segment.first + done) * kTileKeys + lane * page;
-      const bool visible = mine < keys.stored && mine + page > keys.oldest && done + lane / pages < segment.count;
+      const bool visible =
+          mine < keys.stored && mine + page > keys.oldest && done + lane / pages < segment.count;
       const int block = visible ? __ldcg(table + mine / args.block_tokens) : 0;
       for (int tile = 0; tile < ahead && done + tile < segment.count; ++tile) {
         const bool turn = visible && lane / pages == tile;
@@ -103,11 +104,11 @@ __device__ void request_keys(const DecodeArguments& args, const TensorMap* k_map
   }
 }
 
-// The query heads of a segment into shared memory; with kFresh normed and rotated, and where the segment holds
-// the row's newest key also that and its value, here and in the cache.
+// The query heads of a segment into shared memory; with kFresh normed and rotated, and where the segment
+// holds the row's newest key also that and its value, here and in the cache.
 template <int kDim, bool kFresh>
-__device__ void prepare(const DecodeArguments& args, const Segment& segment, int context, unsigned char* query,
-                        unsigned char* fresh) {
+__device__ void prepare(const DecodeArguments& args, const Segment& segment, int context,
+                        unsigned char* query, unsigned char* fresh) {
   const int warp = threadIdx.x / 32;
   const float* angles = args.cos_sin + (context - 1) * args.cos_sin_pitch;
   for (int member = warp; member < args.group; member += kWarps) {
@@ -158,7 +159,8 @@ __device__ __forceinline__ float4 scaled_sum(const float4& a, const float4& b, f
 
 __device__ __forceinline__ void store_result(bf16* to, const float4& sum, float total) {
   const float by = total > 0.f ? 1.f / total : 0.f;
-  *reinterpret_cast<uint2*>(to) = make_uint2(narrow2(sum.x * by, sum.y * by), narrow2(sum.z * by, sum.w * by));
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(narrow2(sum.x * by, sum.y * by), narrow2(sum.z * by, sum.w * by));
 }
 
 template <int kDim, bool kFresh>
@@ -260,7 +262,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     sync_computing();
-    bf16* out = args.out + (static_cast<long long>(segment.row) * args.kv_heads + segment.head) * group * kDim;
+    bf16* out =
+        args.out + (static_cast<long long>(segment.row) * args.kv_heads + segment.head) * group * kDim;
     const int slot = blockIdx.x * 2 + (at != piece_start);
     for (int i = threadIdx.x; i < vectors; i += kComputing) {
       const int member = i / (kDim / 4);
@@ -310,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 8
           for (int part = 0; part < parts; ++part) {
             const int from = part == 0 ? first_slot : (first_block + part) * 2;
-            const float4 values =
-                __ldcg(reinterpret_cast<const float4*>(args.parts) + static_cast<long long>(from) * vectors + i);
+            const float4 values = __ldcg(reinterpret_cast<const float4*>(args.parts) +
+                                         static_cast<long long>(from) * vectors + i);
             const float2 one = gathered[part * group + member];
             const float by = one.y > 0.f ? exp2_fast(one.x - top) : 0.f;
             total += one.y * by;
@@ -334,8 +337,8 @@ bool encode_cache(TensorMap& map, const bf16* cache, int head_dim, int kv_heads,
 }
 
 template <int kDim>
-cudaError_t launch(const TensorMap& k_map, const TensorMap& v_map, DecodeArguments& args, int blocks, int early,
-                   cudaStream_t stream) {
+cudaError_t launch(const TensorMap& k_map, const TensorMap& v_map, DecodeArguments& args, int blocks,
+                   int early, cudaStream_t stream) {
   int shared = 0;
   for (args.stages = kMaxStages; args.stages >= kMinStages; --args.stages) {
     shared = 1024 + layout_of<kDim>(args.stages, args.group, args.rows, blocks).bytes;
@@ -365,9 +368,9 @@ cudaError_t launch(const TensorMap& k_map, const TensorMap& v_map, DecodeArgumen
 }  // namespace
 }  // namespace quickturn
 
-// See DecodeArguments for the arrays; pitches in elements. head_dim 64, 128 or 256; group up to 16; rows up to
-// 1,024; block_tokens a power of two from 8. `early`: start before the kernel ahead has finished, which must
-// have written neither lens, tables nor any key but this step's. Returns a cudaError_t.
+// See DecodeArguments for the arrays; pitches in elements. head_dim 64, 128 or 256; group up to 16; rows up
+// to 1,024; block_tokens a power of two from 8. `early`: start before the kernel ahead has finished, which
+// must have written neither lens, tables nor any key but this step's. Returns a cudaError_t.
 extern "C" int quickturn_attention_decode(const quickturn::DecodeArguments* given, int head_dim,
                                           long long cache_blocks, int blocks, int early, void* stream) {
   using namespace quickturn;

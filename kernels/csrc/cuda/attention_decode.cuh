@@ -7,20 +7,20 @@
 namespace quickturn {
 
 constexpr int kTileKeys = 64;
-constexpr int kWarps = 4;                       // that compute; one more requests the keys
-constexpr int kWarpKeys = kTileKeys / kWarps;   // of a tile are one warp's
+constexpr int kWarps = 4;                      // that compute; one more requests the keys
+constexpr int kWarpKeys = kTileKeys / kWarps;  // of a tile are one warp's
 constexpr int kComputing = kWarps * 32;
-constexpr int kQueryRows = 16;                  // query heads of a kv head, padded
+constexpr int kQueryRows = 16;  // query heads of a kv head, padded
 constexpr float kNone = -__builtin_huge_valf();
 
 struct DecodeArguments {
-  const bf16 *q, *k, *v;         // of this step; k and v only where it writes the cache
+  const bf16 *q, *k, *v;            // of this step; k and v only where it writes the cache
   const bf16 *q_weight, *k_weight;  // null: no norm of heads
   const float* cos_sin;
   bf16 *k_cache, *v_cache, *out;
   const int *tables, *lens;
-  float *parts, *part_stats;     // [blocks * 2, group, head_dim], [blocks * 2, group, 2]
-  int* arrived;                  // [rows * kv_heads], zero before and after
+  float *parts, *part_stats;  // [blocks * 2, group, head_dim], [blocks * 2, group, 2]
+  int* arrived;               // [rows * kv_heads], zero before and after
   long long q_token_pitch, q_head_pitch, k_token_pitch, k_head_pitch, v_token_pitch, v_head_pitch;
   long long cos_sin_pitch, table_pitch;
   long long k_block_pitch, k_row_pitch, v_block_pitch, v_row_pitch;
@@ -79,8 +79,10 @@ __device__ __forceinline__ Segment segment_at(const int* ends, const DecodeArgum
   int low = 0, high = args.rows - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (ends[middle] * args.kv_heads > at) high = middle;
-    else low = middle + 1;
+    if (ends[middle] * args.kv_heads > at)
+      high = middle;
+    else
+      low = middle + 1;
   }
   const int before = low > 0 ? ends[low - 1] : 0;
   Segment segment;
