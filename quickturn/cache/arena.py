@@ -37,12 +37,6 @@ class Arena:
                 views[layer] = LayerCache(index, self._view(laid, place, 0), self._view(laid, place, 1))
         return tuple(views[layer] for layer in sorted(views))
 
-    def poison(self, group: int, block: int) -> None:
-        """Fill one block with NaN bytes, so that a test sees whoever reads it before writing it."""
-        laid = self.layout.groups[group]
-        start = block * laid.block_stride
-        self._bytes[start : start + laid.block_stride] = 0xFF
-
     def _view(self, laid: GroupLayout, place: int, part: int) -> torch.Tensor:
         """Keys (part 0) or values (part 1) of the group's `place`-th layer: [num_blocks, block_tokens,
         kv_heads, head_dim].

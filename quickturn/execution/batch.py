@@ -94,17 +94,28 @@ class DeviceBatch:
             return self.decode_batch(slots, self._upload(rows.context_lens).long(), longest)
         ends = np.cumsum(rows.query_lens, dtype=np.int32)
         starts = ends - rows.query_lens
-        row_of_token = np.repeat(np.arange(count), rows.query_lens)
-        positions_host = np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens)
-        return self._gather(
-            slots,
-            self._upload(row_of_token),
-            self._upload(positions_host),
-            self._upload(np.concatenate(([0], ends)).astype(np.int32)),
-            num_decode,
+        row_of_token = self._upload(np.repeat(np.arange(count), rows.query_lens))
+        positions = self._upload(np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens))
+        lengths = rows.context_lens + rows.query_lens
+        max_context_len = int(lengths.max())
+        size = self._block_tokens
+        width = -(-max_context_len // size)
+        token_slots = slots[row_of_token]
+        index, offset = positions // size, positions % size
+        return ForwardBatch(
+            token_ids=self.token_ids[token_slots, positions].long(),
+            positions=positions,
+            num_decode=num_decode,
+            query_start=self._upload(np.concatenate(([0], ends)).astype(np.int32)),
+            context_lens=self._upload(lengths),
+            block_tables=tuple(table[:, :width][slots] for table in self.block_tables),
+            slot_mapping=tuple(
+                table[token_slots, index].long() * size + offset for table in self.block_tables
+            ),
             max_query_len=int(rows.query_lens.max()),
-            max_context_len=int((rows.context_lens + rows.query_lens).max()),
-            sample_rows=self._sample_rows(rows, ends - 1),
+            max_context_len=max_context_len,
+            sample_rows=self._upload((ends - 1)[rows.samples != 0].astype(np.int64)),
+            caches=self._caches,
         )
 
     def decode_batch(
@@ -130,42 +141,6 @@ class DeviceBatch:
             sample_rows=None,
             caches=self._caches,
         )
-
-    def _gather(
-        self,
-        slots: torch.Tensor,
-        row_of_token: torch.Tensor,
-        positions: torch.Tensor,
-        query_start: torch.Tensor,
-        num_decode: int,
-        *,
-        max_query_len: int,
-        max_context_len: int,
-        sample_rows: torch.Tensor,
-    ) -> ForwardBatch:
-        size = self._block_tokens
-        width = -(-max_context_len // size)
-        token_slots = slots[row_of_token]
-        tables = tuple(table[:, :width][slots] for table in self.block_tables)
-        index, offset = positions // size, positions % size
-        mapping = tuple(table[token_slots, index].long() * size + offset for table in self.block_tables)
-        last = query_start[1:].long() - 1
-        return ForwardBatch(
-            token_ids=self.token_ids[token_slots, positions].long(),
-            positions=positions,
-            num_decode=num_decode,
-            query_start=query_start,
-            context_lens=(positions[last] + 1).to(torch.int32),
-            block_tables=tables,
-            slot_mapping=mapping,
-            max_query_len=max_query_len,
-            max_context_len=max_context_len,
-            sample_rows=sample_rows,
-            caches=self._caches,
-        )
-
-    def _sample_rows(self, rows: StepRows, last_token: NDArray[np.integer]) -> torch.Tensor:
-        return self._upload(last_token[rows.samples != 0].astype(np.int64))
 
     def _upload(self, array: NDArray[np.integer]) -> torch.Tensor:
         return upload(array, self._device)
