@@ -12,6 +12,14 @@ from quickturn_kernels.ops.batch import DecodeInputs, append_tokens, gather_deco
 from quickturn_kernels.ops.embedding import embedding
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
+from quickturn_kernels.ops.linear_attention import (
+    causal_conv1d,
+    gated_delta_decode,
+    gated_delta_prefill,
+    gated_delta_step,
+    gated_rms_norm,
+)
+from quickturn_kernels.ops.linear_attention.boundaries import Boundaries
 from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
 from quickturn_kernels.ops.rotary import rotary_cache_write
 from quickturn_kernels.ops.sampling import IN_PROMPT, Sampled, SamplingTensors, sample
@@ -33,6 +41,7 @@ from quickturn_kernels.registry import (
 
 __all__ = [
     "IN_PROMPT",
+    "Boundaries",
     "DecodeInputs",
     "Implementation",
     "LinearWeight",
@@ -45,10 +54,15 @@ __all__ = [
     "Signature",
     "add_rms_norm",
     "append_tokens",
+    "causal_conv1d",
     "current",
     "define",
     "describe",
     "embedding",
+    "gated_delta_decode",
+    "gated_delta_prefill",
+    "gated_delta_step",
+    "gated_rms_norm",
     "gather_decode",
     "implementations",
     "linear",

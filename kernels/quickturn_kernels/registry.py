@@ -37,6 +37,7 @@ FAMILIES = (
     "rotary",
     "attention",
     "attention_step",
+    "linear_attention",
     "batch",
     "embedding",
     "sampling",
