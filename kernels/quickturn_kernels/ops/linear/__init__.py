@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quickturn_kernels.ops.linear.fp8 import FP8, FP8_BLOCK, FP8_CHANNEL, aligned_scales, quantize_blocks
 from quickturn_kernels.registry import Op, define
 
 PLAIN = "plain"
@@ -28,10 +29,11 @@ class LinearWeight:
     tensors: tuple[Tensor, ...]
 
 
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8"]
 
 _PREPARE: Op[Callable[[Tensor, int | None], LinearWeight]] = define("prepare_linear")
 _QUANTIZE: Op[Callable[[Tensor, Quantization], LinearWeight]] = define("quantize_linear", "format")
+_PREPARE_FP8: Op[Callable[[LinearWeight], LinearWeight]] = define("prepare_fp8_linear", "layout")
 _LINEAR: Op[Callable[[Tensor, LinearWeight, Tensor | None, torch.dtype | None], Tensor]] = define(
     "linear", "layout", "rows"
 )
@@ -55,8 +57,11 @@ def prepare_linear(
     quantize: keep fewer bits of a float32 or bfloat16 weight; x is then bfloat16. Groups of 32 of a row's K
     elements share their parameters, in float16: int8 is `d q` with -127 <= q <= 127 (GGML's Q8_0), int4 is
     `d q + m` with 0 <= q <= 15 (Q4_1). A float32 weight that was dequantised from one of these gets its own
-    numbers back, so that nothing is lost twice. Raises LookupError where no implementation can.
+    numbers back, so that nothing is lost twice. fp8 is e4m3 with a scale for each block of 128 x 128
+    (`ops/linear/fp8.py`), anywhere. Raises LookupError where no implementation can.
     """
+    if quantize == "fp8":
+        return prepare_fp8_linear(*quantize_blocks(weight))
     if quantize is not None:
         key = (weight.device, weight.dtype, quantize)
         quantizer = _QUANTIZE.table.get(key)
@@ -67,6 +72,31 @@ def prepare_linear(
     if function is None:
         function = _PREPARE.bind(weight.device, weight.dtype)
     return function(weight, max_rows_hint)
+
+
+def prepare_fp8_linear(weight: Tensor, scale: Tensor) -> LinearWeight:
+    """Lay a weight out that is e4m3 already; see `ops/linear/fp8.py` for the scales.
+
+    weight: [N, K] float8_e4m3fn; it may be kept or changed in place. scale: block scales
+    [ceil(N / 128), ceil(K / 128)], or [N] for rows. x may be of any float dtype later. Raises ValueError for
+    scales of another shape.
+    """
+    rows, columns = weight.shape
+    if scale.shape == (rows,):
+        given = LinearWeight((rows, columns), FP8, FP8_CHANNEL, (weight, scale.float().contiguous()))
+    else:
+        aligned = aligned_scales(rows, columns, weight.device)
+        if weight.dtype != FP8 or scale.shape != aligned.shape:
+            raise ValueError(
+                f"{weight.dtype} [{rows}, {columns}] with scales {list(scale.shape)} is none of the fp8 layouts"
+            )
+        aligned.copy_(scale)
+        given = LinearWeight((rows, columns), FP8, FP8_BLOCK, (weight, aligned))
+    key = (weight.device, FP8, given.layout)
+    function = _PREPARE_FP8.table.get(key)
+    if function is None:
+        function = _PREPARE_FP8.bind(*key)
+    return function(given)
 
 
 def linear(
