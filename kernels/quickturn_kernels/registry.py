@@ -41,6 +41,7 @@ FAMILIES = (
     "batch",
     "embedding",
     "sampling",
+    "moe",
 )
 
 
