@@ -1,49 +1,114 @@
-"""The way from a request to its answer that every generating endpoint takes."""
+"""From a turn, as any API states it, to its answers as typed events.
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeVar
+An API reads its body into a `Turn`, awaits `begin`, and formats what `Generation.pieces` yields: each piece's
+`content` is a list of `ReasoningDelta`, `TextDelta`, `ToolCallStart`, `ToolArgumentsDelta`, `ToolCallEnd` and
+one `Finished`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
-from quickturn.server.generation import Generation
-from quickturn.server.streaming import EventStream, unless_gone
-
-OFF_LOOP_BYTES = 16 << 10
-"""Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
-them."""
-
-Result = TypeVar("Result")
-
-
-class Reply(Protocol):
-    """The answers of one generation in an API's own objects; one of the two is called."""
-
-    async def whole(self) -> bytes:
-        """The JSON of an answer that isn't streamed."""
-
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a streamed answer."""
-
-
-async def prepare(request: Request, work: Callable[[], Result]) -> Result:
-    """What `work` makes of the request's text, in a thread if that may take long. Raises ClientGone."""
-    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
-    if size > OFF_LOOP_BYTES:
-        return await unless_gone(request, asyncio.to_thread(work))
-    return work()
+from quickturn.sampling_params import SamplingParams
+from quickturn.server.errors import ApiError, invalid
+from quickturn.server.fields import (
+    CommonFields,
+    choice_count,
+    clamp_max_tokens,
+    routing_of,
+    sampling_params,
+    seeds,
+)
+from quickturn.server.generation import Generation, Prompt
+from quickturn.server.replying import prepare
+from quickturn.server.state import ServerState
+from quickturn.text.answer_reader import AnswerEvent, AnswerReader
+from quickturn.text.chat_template import TemplateFailed
+from quickturn.text.conversation import BadMessage
+from quickturn.text.parsing.parser import AnswerParser, begins_thinking
+from quickturn.text.rendering import render_chat
+from quickturn.text.tools import Tool
 
 
-async def answer(
-    request: Request, generation: Generation, reply: Reply, stream: bool, keepalive: float
-) -> Response:
-    """The response, streamed or whole; `generation` is cancelled when the client goes away. Raises
-    ClientGone.
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which tools the model may or must call. `mode`: auto, none or required; `name`: the only one
+    allowed.
     """
-    if stream:
-        return EventStream(reply.events(), keepalive, on_end=generation.cancel)
+
+    mode: str = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one request asks for, in no API's dialect.
+
+    `messages` are in the form of chat templates (`text.conversation`), `fields` says how to sample,
+    `template` holds variables for the chat template. `max_tokens` is what was asked for and the name of
+    that field, `messages_param` the field to blame for messages that can't be rendered. `logprobs`:
+    alternatives a token, None for none at all.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    fields: CommonFields
+    max_tokens: tuple[int | None, str] = (None, "max_tokens")
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
+    messages_param: str = "messages"
+
+
+Answers = Generation[list[AnswerEvent]]
+
+
+async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
+    """Render the turn, and submit its choices to the engine. Raises ApiError, or ClientGone."""
+    prompt = await prepare(request, lambda: render(state, turn))
+    return submit(state, turn, prompt)
+
+
+def render(state: ServerState, turn: Turn) -> list[int]:
+    """The prompt's token ids. Raises ApiError for messages that can't be rendered."""
+    if state.template is None:
+        raise ApiError(
+            400,
+            "this model has no chat template; use /v1/completions",
+            param=turn.messages_param,
+            code="no_chat_template",
+        )
+    definitions = [dict(tool.definition) for tool in turn.tools] or None
     try:
-        return Response(await unless_gone(request, reply.whole()), media_type="application/json")
-    finally:
-        generation.cancel()
+        return render_chat(state.tokenizer, state.template, list(turn.messages), turn.template, definitions)
+    except BadMessage as error:
+        raise invalid(error.param, str(error)) from error
+    except TemplateFailed as error:
+        raise invalid(turn.messages_param, str(error)) from error
+
+
+def submit(state: ServerState, turn: Turn, prompt: list[int]) -> Answers:
+    """Submit every choice of a rendered turn. Raises ApiError for fields out of range."""
+    fields, markup = turn.fields, state.markup
+    count = choice_count(fields)
+    asked, param = turn.max_tokens
+    max_tokens = clamp_max_tokens(asked, param, len(prompt), turn.messages_param, state.max_context)
+    sampling = sampling_params(fields, state.tokenizer, state.vocab_size, max_tokens, turn.logprobs)
+    thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
+    tools = turn.tools if turn.tool_choice.mode != "none" else ()
+
+    def reader(sampling: SamplingParams) -> AnswerReader:
+        parser = AnswerParser(
+            state.tokenizer,
+            markup.format,
+            markup.alphabet,
+            tools=tools,
+            thinking=thinking,
+            skip_special=fields.skip_special_tokens is not False,
+        )
+        return AnswerReader(parser, sampling, single_call=bool(tools) and not turn.parallel_calls)
+
+    return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields))

@@ -2,16 +2,46 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from quickturn.engine.client import EngineDied, RequestStream
 from quickturn.engine.messages import TokenLogprobs, TokenOutput
 from quickturn.sampling_params import SamplingParams
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.state import ServerState
-from quickturn.text.detokenizer import Detokenizer
 from quickturn.text.tokenizer import pack_tokens
+
+Content = TypeVar("Content")
+ContentOut = TypeVar("ContentOut", covariant=True)
+
+
+class News(Protocol[ContentOut]):
+    """What a reader makes of new tokens; `tokens` is how many of them count."""
+
+    @property
+    def content(self) -> ContentOut:
+        """What the endpoint writes to the client."""
+
+    @property
+    def tokens(self) -> int:
+        """How many of the pushed tokens belong to the answer."""
+
+    @property
+    def finish(self) -> str:
+        """Why the answer ended; '' while it runs."""
+
+    @property
+    def stopped_here(self) -> bool:
+        """Whether the engine still has to be told of the end."""
+
+
+class Reader(Protocol[ContentOut]):
+    """Reads one answer: a `Detokenizer` (text) or an `AnswerReader` (events)."""
+
+    def push(self, tokens: Sequence[int], finish: str = "") -> News[ContentOut]:
+        """News of the next tokens, the last ones if there is a `finish`."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +62,13 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """News of one choice: visible text, its tokens, their log probabilities, and the reason of the end (''
-    before it)."""
+class Piece(Generic[Content]):
+    """News of one choice: its new content (text or events), the tokens, their log probabilities, and the
+    reason of the end ('' before it).
+    """
 
     index: int
-    text: str
+    content: Content
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish: str
@@ -54,20 +85,22 @@ class Usage:
 
 
 @dataclass
-class Generation:
-    """All choices of one HTTP request. Iterate `pieces` to the end, or call `cancel`."""
+class Generation(Generic[Content]):
+    """All choices of one HTTP request, each read by its own `reader`. Iterate `pieces` to the end, or call
+    `cancel`.
+    """
 
     state: ServerState
     prompts: Sequence[Prompt]
+    reader: Callable[[SamplingParams], Reader[Content]]
     routing: Routing = field(default_factory=Routing)
-    skip_special: bool = True
 
     def __post_init__(self) -> None:
         """Submit every choice to the engine. Raises ApiError 503 when there is none."""
         self.usage = Usage(prompt=sum(len(prompt.tokens) for prompt in self.prompts))
         self._arrival = time.monotonic()
         self._streams: list[RequestStream] = []
-        self._detokenizers: list[Detokenizer] = []
+        self._readers: list[Reader[Content]] = []
         self._cached: dict[int, int] = {}
         for number, prompt in enumerate(self.prompts):
             packed = pack_tokens(prompt.tokens)
@@ -80,7 +113,7 @@ class Generation:
         """How many answers there will be; choice i belongs to prompt i // (choices per prompt)."""
         return len(self._streams)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[Piece[Content], None]:
         """The news of all choices as they come. Raises ApiError when the engine refuses or dies; cancels what
         is left when closed."""
         try:
@@ -104,7 +137,7 @@ class Generation:
 
     def _submit(self, number: int, packed: bytes, sampling: SamplingParams) -> None:
         # Made first: what can fail must not leave a request behind that nobody reads.
-        detokenizer = Detokenizer(self.state.tokenizer, sampling, self.skip_special)
+        reader = self.reader(sampling)
         try:
             stream = self.state.engine.submit(
                 packed,
@@ -116,36 +149,36 @@ class Generation:
         except EngineDied as error:
             raise unavailable(str(error)) from error
         self._streams.append(stream)
-        self._detokenizers.append(detokenizer)
+        self._readers.append(reader)
 
-    async def _choice(self, index: int) -> AsyncGenerator[Piece, None]:
-        stream, detokenizer = self._streams[index], self._detokenizers[index]
+    async def _choice(self, index: int) -> AsyncGenerator[Piece[Content], None]:
+        stream, reader = self._streams[index], self._readers[index]
         last = 0.0
         async for output in stream:
             if output.finish in ("error", "cancelled", "timeout"):
                 raise _ended_badly(output)
             self._count_cached(index, output)
             last = self._observe(last, len(output.tokens))
-            delta = detokenizer.push(output.tokens, output.finish)
-            if delta.stopped_here:
+            news = reader.push(output.tokens, output.finish)
+            if news.stopped_here:
                 stream.cancel(finished=True)
-            self.usage.completion += delta.tokens
-            self.state.metrics.answer_tokens.inc(delta.tokens)
-            if delta.finish:
-                self.state.metrics.finished.labels(delta.finish).inc()
+            self.usage.completion += news.tokens
+            self.state.metrics.answer_tokens.inc(news.tokens)
+            if news.finish:
+                self.state.metrics.finished.labels(news.finish).inc()
             yield Piece(
                 index=index,
-                text=delta.text,
-                tokens=output.tokens[: delta.tokens],
-                logprobs=(output.logprobs or ())[: delta.tokens],
-                finish=delta.finish,
+                content=news.content,
+                tokens=output.tokens[: news.tokens],
+                logprobs=(output.logprobs or ())[: news.tokens],
+                finish=news.finish,
             )
-            if delta.finish:
+            if news.finish:
                 return
 
-    async def _merged(self) -> AsyncGenerator[Piece, None]:
+    async def _merged(self) -> AsyncGenerator[Piece[Content], None]:
         # Bounded: while nobody reads, outputs wait (and are joined) in the streams.
-        queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(self._streams))
+        queue: asyncio.Queue[Piece[Content] | BaseException | None] = asyncio.Queue(len(self._streams))
 
         async def pump(index: int) -> None:
             try:
@@ -159,13 +192,13 @@ class Generation:
         try:
             running = len(tasks)
             while running:
-                news = await queue.get()
-                if news is None:
+                came = await queue.get()
+                if came is None:
                     running -= 1
-                elif isinstance(news, BaseException):
-                    raise news
+                elif isinstance(came, BaseException):
+                    raise came
                 else:
-                    yield news
+                    yield came
         finally:
             for task in tasks:
                 task.cancel()

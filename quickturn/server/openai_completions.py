@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickturn.server.answering import answer, prepare
+from quickturn.sampling_params import SamplingParams
 from quickturn.server.body import read_body
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import (
@@ -23,8 +23,10 @@ from quickturn.server.fields import (
 )
 from quickturn.server.generation import Generation, Piece, Prompt
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
+from quickturn.server.replying import answer, prepare
 from quickturn.server.state import ServerState
 from quickturn.server.streaming import DONE, event_of
+from quickturn.text.detokenizer import Detokenizer
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -62,7 +64,12 @@ async def completions(request: Request) -> Response:
     model = state.model_name(body.model)
     prompts = await prepare(request, lambda: _prompts(state, body))
     routing = routing_of(body)
-    generation = Generation(state, prompts, routing, skip_special=body.skip_special_tokens is not False)
+    skip_special = body.skip_special_tokens is not False
+
+    def reader(sampling: SamplingParams) -> Detokenizer:
+        return Detokenizer(state.tokenizer, sampling, skip_special)
+
+    generation = Generation[str](state, prompts, reader, routing)
     reply = _Reply(state, body, generation, model)
     return await answer(request, generation, reply, bool(body.stream), state.limits.keepalive)
 
@@ -111,7 +118,9 @@ def _checked_ids(state: ServerState, place: str, ids: list[Any]) -> list[int]:
 class _Reply:
     """Writes the answers of one generation as completion objects."""
 
-    def __init__(self, state: ServerState, body: CompletionBody, generation: Generation, model: str) -> None:
+    def __init__(
+        self, state: ServerState, body: CompletionBody, generation: Generation[str], model: str
+    ) -> None:
         self._vocabulary = state.tokenizer.vocabulary
         self._body = body
         self._generation = generation
@@ -126,7 +135,7 @@ class _Reply:
     async def whole(self) -> bytes:
         """The one JSON object of an answer that isn't streamed."""
         count = self._generation.choices
-        collected: list[list[Piece]] = [[] for _ in range(count)]
+        collected: list[list[Piece[str]]] = [[] for _ in range(count)]
         async with aclosing(self._generation.pieces()) as pieces:
             async for piece in pieces:
                 collected[piece.index].append(piece)
@@ -140,13 +149,13 @@ class _Reply:
         usage = {"usage": None} if self._body.wants_usage else {}
         async with aclosing(self._generation.pieces()) as pieces:
             async for piece in pieces:
-                if piece.text or piece.logprobs or piece.finish:
+                if piece.content or piece.logprobs or piece.finish:
                     yield event_of({**self._head, "choices": [self._choice(piece)], **usage})
         if self._body.wants_usage:
             yield event_of({**self._head, "choices": [], "usage": usage_object(self._generation.usage)})
         yield DONE
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece[str]) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
             offset = self._offsets[piece.index]
@@ -154,16 +163,16 @@ class _Reply:
             self._offsets[piece.index] += sum(len(text) for text in logprobs["tokens"])
         return {
             "index": piece.index,
-            "text": piece.text,
+            "text": piece.content,
             "logprobs": logprobs,
             "finish_reason": piece.finish or None,
         }
 
 
-def _joined(index: int, pieces: list[Piece]) -> Piece:
+def _joined(index: int, pieces: list[Piece[str]]) -> Piece[str]:
     return Piece(
         index=index,
-        text="".join(piece.text for piece in pieces),
+        content="".join(piece.content for piece in pieces),
         tokens=[token for piece in pieces for token in piece.tokens],
         logprobs=[entry for piece in pieces for entry in piece.logprobs],
         finish=pieces[-1].finish if pieces else "",

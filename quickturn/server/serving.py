@@ -18,6 +18,7 @@ from quickturn.files.resolve import display_name
 from quickturn.server.app import build_app
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
+from quickturn.text.answer_format import AUTO, choose_format, markup_of
 
 _POLL_S = 0.05
 _GRACE_S = 2
@@ -28,7 +29,9 @@ log = logging.getLogger("quickturn.server")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How to serve. `shutdown_timeout`: seconds that running requests get after SIGTERM."""
+    """How to serve. `shutdown_timeout`: seconds that running requests get after SIGTERM. `tool_parser` and
+    `reasoning_parser`: names of formats, 'auto' to go by the chat template, 'none' for plain text.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -37,6 +40,8 @@ class ServeConfig:
     limits: Limits = field(default_factory=Limits)
     core: str = DEFAULT_CORE
     log_level: str = "info"
+    tool_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
 
 async def start_state(
@@ -47,11 +52,13 @@ async def start_state(
     Raises EngineDied or ValueError with a message for the user when either can't be had.
     """
     name = engine_config.served_model_name or display_name(engine_config.model)
+    choose_format("", config.tool_parser, config.reasoning_parser)
     started = await start_engine(engine_config, progress, config.core, config.log_level)
     return ServerState(
         engine=started.engine,
         tokenizer=started.tokenizer,
         template=started.template,
+        markup=markup_of(started.tokenizer, config.tool_parser, config.reasoning_parser),
         names=tuple(dict.fromkeys((name, engine_config.model))),
         api_keys=config.api_keys,
         limits=config.limits,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from quickturn.engine.client import EngineClient
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.metrics import Metrics
+from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate
 from quickturn.text.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class ServerState:
     engine: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    markup: AnswerMarkup
     names: tuple[str, ...]
     api_keys: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)

@@ -10,7 +10,7 @@ from quickturn.text.vocabulary import TokenDecoder
 
 
 @dataclass(frozen=True)
-class TextDelta:
+class NewText:
     """Newly visible text; how many of the pushed tokens count; why the answer ended ('' while it runs).
 
     `stopped_here` says that a stop string ended it on this side, so that the engine still has to be told.
@@ -20,6 +20,11 @@ class TextDelta:
     tokens: int
     finish: str = ""
     stopped_here: bool = False
+
+    @property
+    def content(self) -> str:
+        """The text, by the name that news of every kind have."""
+        return self.text
 
 
 class Detokenizer:
@@ -38,7 +43,7 @@ class Detokenizer:
             frozenset(sampling.stop_token_ids) if not sampling.include_stop_str else frozenset[int]()
         )
 
-    def push(self, tokens: Sequence[int], finish: str = "") -> TextDelta:
+    def push(self, tokens: Sequence[int], finish: str = "") -> NewText:
         """Text of the next `tokens`; with `finish` ('stop', 'length', ...) they are the last and held-back
         text comes out.
 
@@ -47,13 +52,13 @@ class Detokenizer:
         shown = tokens[:-1] if finish == "stop" and tokens and tokens[-1] in self._stop_ids else tokens
         if not self._one_by_one:
             text = self._decoder.push(shown)
-            return TextDelta(text + self._decoder.flush() if finish else text, len(tokens), finish)
+            return NewText(text + self._decoder.flush() if finish else text, len(tokens), finish)
         parts: list[str] = []
         for count, token in enumerate(shown, 1):
             parts.append(self._stop.push(self._decoder.push((token,))))
             if self._stop.found is not None:
-                return TextDelta("".join(parts), count, "stop", stopped_here=not finish)
+                return NewText("".join(parts), count, "stop", stopped_here=not finish)
         if finish:
             parts.append(self._stop.push(self._decoder.flush()))
             parts.append(self._stop.flush())
-        return TextDelta("".join(parts), len(tokens), finish)
+        return NewText("".join(parts), len(tokens), finish)

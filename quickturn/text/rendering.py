@@ -1,6 +1,6 @@
 """From chat messages to the prompt's token ids."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quickturn.text.chat_template import ChatTemplate
@@ -13,11 +13,13 @@ def render_chat(
     template: ChatTemplate,
     messages: list[dict[str, Any]],
     extra: Mapping[str, Any] | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> list[int]:
-    """Ids of the prompt that asks for the next answer. Control tokens inside messages are encoded as plain
-    text.
+    """Ids of the prompt that asks for the next answer. Control tokens inside messages and tools are encoded
+    as plain text.
 
     `extra` are further variables for the template. Raises BadMessage or TemplateFailed.
     """
     marked = tokenizer.mark_data(normalise_messages(messages, template.source))
-    return tokenizer.encode_marked(template.render(marked, extra=extra))
+    definitions = None if tools is None else tokenizer.mark_data(list(tools))
+    return tokenizer.encode_marked(template.render(marked, definitions, extra=extra))

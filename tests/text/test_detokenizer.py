@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quickturn.files.resolve import embedded_model
 from quickturn.sampling_params import SamplingParams
-from quickturn.text.detokenizer import Detokenizer, TextDelta
+from quickturn.text.detokenizer import Detokenizer, NewText
 from quickturn.text.stop import StopStrings
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,7 +41,7 @@ def pieces(sequence: Sequence[int] | str, at: list[int]) -> list[Sequence[int] |
 
 def run(
     tokens: list[int], at: list[int], sampling: SamplingParams, finish: str = "length"
-) -> list[TextDelta]:
+) -> list[NewText]:
     """Push tokens in pieces until the answer ends."""
     detokenizer = Detokenizer(TOKENIZER, sampling)
     parts = pieces(tokens, at)

@@ -1,0 +1,49 @@
+"""The way from a request to its answer that every generating endpoint takes."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickturn.server.generation import Generation
+from quickturn.server.streaming import EventStream, unless_gone
+
+OFF_LOOP_BYTES = 16 << 10
+"""Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
+them."""
+
+Result = TypeVar("Result")
+
+
+class Reply(Protocol):
+    """The answers of one generation in an API's own objects; one of the two is called."""
+
+    async def whole(self) -> bytes:
+        """The JSON of an answer that isn't streamed."""
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of a streamed answer."""
+
+
+async def prepare(request: Request, work: Callable[[], Result]) -> Result:
+    """What `work` makes of the request's text, in a thread if that may take long. Raises ClientGone."""
+    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
+    if size > OFF_LOOP_BYTES:
+        return await unless_gone(request, asyncio.to_thread(work))
+    return work()
+
+
+async def answer(
+    request: Request, generation: Generation[Any], reply: Reply, stream: bool, keepalive: float
+) -> Response:
+    """The response, streamed or whole; `generation` is cancelled when the client goes away. Raises
+    ClientGone.
+    """
+    if stream:
+        return EventStream(reply.events(), keepalive, on_end=generation.cancel)
+    try:
+        return Response(await unless_gone(request, reply.whole()), media_type="application/json")
+    finally:
+        generation.cancel()

@@ -1,0 +1,115 @@
+"""The grammar of most models' answers: thinking, text and sections of calls, in any order."""
+
+from quickturn.text.parsing.events import ToolArgumentsDelta, ToolCallStart
+from quickturn.text.parsing.formats import Parsing, ReasoningFormat, ToolFormat
+from quickturn.text.parsing.json_stream import loads
+from quickturn.text.parsing.output import Output
+from quickturn.text.parsing.reader import Steps
+from quickturn.text.tools import call_is_valid
+
+
+def read_answer(
+    parsing: Parsing, tools: ToolFormat | None, reasoning: ReasoningFormat | None, thinking: bool
+) -> Steps[None]:
+    """Read one answer to its end. `thinking`: it begins inside of thinking."""
+    if thinking and reasoning is not None:
+        yield from _thought(parsing, tools, reasoning)
+    elif reasoning is not None and not _is_token(parsing, reasoning.open):
+        yield from _opening_thought(parsing, tools, reasoning)
+    if tools is not None and tools.at_start is not None:
+        yield from tools.at_start(parsing)
+    openers = {parsing.spell(opener): opener for opener in (tools.openers if tools else ())}
+    thoughts = _thought_markers(parsing, reasoning)
+    while True:
+        found = yield from _text(parsing, (*openers, *thoughts))
+        if not found:
+            return
+        if found in openers:
+            assert tools is not None
+            yield from tools.section(parsing, openers[found])
+        elif reasoning is not None and found == parsing.spell(reasoning.open):
+            yield from _thought(parsing, tools, reasoning)
+
+
+def _text(parsing: Parsing, markers: tuple[str, ...]) -> Steps[str]:
+    if markers:
+        return (yield from parsing.reader.until(markers, parsing.out.text))
+    reader = parsing.reader
+    while True:
+        if reader.buffer:
+            parsing.out.text(reader.take(len(reader.buffer)))
+        if reader.ended:
+            return ""
+        yield
+
+
+def _thought_markers(parsing: Parsing, reasoning: ReasoningFormat | None) -> tuple[str, ...]:
+    """Markup that may begin thinking anywhere, and its stray end: only where it can't be mere text."""
+    if reasoning is None:
+        return ()
+    both = (reasoning.open, reasoning.close)
+    return tuple(parsing.spell(marker) for marker in both if _is_token(parsing, marker))
+
+
+def _is_token(parsing: Parsing, marker: str) -> bool:
+    return parsing.spell(marker) != marker
+
+
+def _opening_thought(parsing: Parsing, tools: ToolFormat | None, reasoning: ReasoningFormat) -> Steps[None]:
+    """Thinking whose marker is plain text counts at the answer's very beginning only."""
+    parsing.reader.record()
+    yield from parsing.reader.skip()
+    opened = yield from parsing.reader.accept(reasoning.open)
+    before = parsing.reader.recorded()
+    if opened:
+        yield from _thought(parsing, tools, reasoning)
+    elif before:
+        parsing.out.text(before)
+
+
+def _thought(parsing: Parsing, tools: ToolFormat | None, reasoning: ReasoningFormat) -> Steps[None]:
+    close = parsing.spell(reasoning.close)
+    openers = {parsing.spell(opener): opener for opener in (tools.openers if tools else ())}
+    while True:
+        found = yield from parsing.reader.until((close, *openers), parsing.out.reasoning)
+        is_call = found in openers
+        if tools is not None and is_call:
+            is_call = yield from _call_in_thought(parsing, tools, found, openers[found])
+            if not is_call:
+                continue
+        parsing.out.end_reasoning()
+        return
+
+
+def _call_in_thought(parsing: Parsing, tools: ToolFormat, spelled: str, opener: str) -> Steps[bool]:
+    """Whether thinking ends here with one complete call that its tool accepts; else `opener` was prose.
+
+    A model that stops right behind such a call, without having closed its thinking, meant it.
+    """
+    reader, out = parsing.reader, parsing.out
+    trial = Output(out.alphabet, tuple(out.tools.values()), out.new_id)
+    reader.record()
+    yield from reader.skip()
+    if (yield from reader.peek()) in tools.first:
+        yield from tools.section(parsing.on(trial), opener)
+        yield from reader.skip()
+        at_end = not (yield from reader.peek())
+        if at_end and reader.ended == "stop" and _is_one_call(trial):
+            reader.recorded()
+            out.end_reasoning()
+            out.adopt(trial)
+            return True
+    consumed = reader.recorded()
+    out.reasoning(spelled)
+    reader.unread(consumed)
+    return False
+
+
+def _is_one_call(trial: Output) -> bool:
+    trial.end_call()
+    events = trial.peek()
+    starts = [event for event in events if isinstance(event, ToolCallStart)]
+    texts = [event.text for event in events if isinstance(event, ToolArgumentsDelta)]
+    if len(starts) != 1 or trial.wrote_text:
+        return False
+    return call_is_valid(tuple(trial.tools.values()), starts[0].name, loads("".join(texts)))
