@@ -38,7 +38,11 @@ bool Limbo::release(StepId applied) {
 }
 
 Cache::Cache(const SchedulerConfig& config)
-    : config_(config), events_(config.kv_events), storage_(config), index_(config_, storage_, events_) {}
+    : config_(config),
+      events_(config.kv_events),
+      storage_(config),
+      index_(config_, storage_, events_),
+      evictions_by_group_(config.groups.size()) {}
 
 BlockRef Cache::allocate(GroupId group, BlockId near) {
   do {
@@ -71,8 +75,10 @@ bool Cache::evict_for(GroupId group) {
   if (best == kNothing) return false;
   ++evictions_;
   if (best_side >= 0) {
+    ++evictions_by_group_[static_cast<std::size_t>(best_side)];
     index_.evict_side(kDevice, static_cast<GroupId>(best_side));
   } else {
+    for (const GroupId full : index_.full_groups()) ++evictions_by_group_[full];
     index_.evict_chain(kDevice);
   }
   return true;

@@ -42,6 +42,14 @@ std::vector<std::pair<std::string, double>> Scheduler::stats() const {
       {"loads", number(book_.loads)},
       {"demotes", number(book_.demotes)},
   };
+  for (GroupId g = 0; g < config_.groups.size(); ++g) {
+    const std::string& name = config_.groups[g].name;
+    const std::string group = "group_" + (name.empty() ? std::to_string(g) : name);
+    figures.emplace_back(group + "_slabs", number(arena.slabs_of(g)));
+    figures.emplace_back(group + "_blocks", number(arena.out(g)));
+    figures.emplace_back(group + "_blocks_evictable", number(arena.evictable(g)));
+    figures.emplace_back(group + "_evictions", number(cache_.evictions(g)));
+  }
   for (TierId t = 1; t <= config_.tiers.size(); ++t) {
     std::int64_t out = 0;
     for (GroupId g = 0; g < config_.groups.size(); ++g) out += cache_.storage().out(t, g);

@@ -255,8 +255,15 @@ class Driver:
         return 0
 
     def check(self) -> None:
-        """The scheduler's own audit."""
+        """The scheduler's own audit, and the sums that its figures must give."""
         self.scheduler.check()
+        stats = self.scheduler.stats()
+        slabs = sum(
+            value for name, value in stats.items() if name.startswith("group_") and name.endswith("_slabs")
+        )
+        assert slabs + stats["slabs_free"] == stats["slabs_total"], stats
+        evictable = sum(value for name, value in stats.items() if name.endswith("_blocks_evictable"))
+        assert evictable == stats["blocks_evictable"], stats
 
     def drain(self) -> None:
         """Nothing new: everything that is left must end, and nothing may be left behind."""

@@ -71,6 +71,8 @@ class Cache {
   EventLog& events() { return events_; }
   Limbo& limbo() { return limbo_; }
   std::int64_t evictions() const { return evictions_; }
+  // Of these, the ones that freed a block of the group.
+  std::int64_t evictions(GroupId group) const { return evictions_by_group_[group]; }
   std::size_t reset();
 
  private:
@@ -82,6 +84,7 @@ class Cache {
   PrefixIndex index_;
   Limbo limbo_;
   std::int64_t evictions_ = 0;
+  std::vector<std::int64_t> evictions_by_group_;
 };
 
 }  // namespace quickturn::control
