@@ -11,6 +11,7 @@ from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.batch import batch_cases
 from quickturn_kernels.numerics.check import Case, Result, check, poisoned
 from quickturn_kernels.numerics.dense import dense_cases
+from quickturn_kernels.numerics.linear_attention import linear_attention_cases
 from quickturn_kernels.numerics.moe import moe_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
 from quickturn_kernels.numerics.sampling import sampling_cases
@@ -25,6 +26,7 @@ def cases() -> tuple[Case, ...]:
         *rotary_cases(),
         *attention_cases(),
         *attention_step_cases(),
+        *linear_attention_cases(),
         *batch_cases(),
         *sampling_cases(),
         *moe_cases(),
