@@ -26,6 +26,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry, triton_common
+from quickturn_kernels.ops.fp8_linear.triton import quantize_groups, quantize_whole_rows
+from quickturn_kernels.ops.linear import PLAIN, prepare_fp8_linear
+from quickturn_kernels.ops.moe.weights import BLOCK_FP8, ExpertWeights
 from quickturn_kernels.platform import ANY
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -33,8 +36,10 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 label = ""
 seen: set[str] = set()
@@ -189,6 +194,10 @@ def sampling(dtype: torch.dtype) -> None:
     logits = torch.zeros((rows, vocabulary), dtype=dtype)
     label = f"{str(dtype)[6:]} plain"
     kernels.sample(logits, kernels.SamplingTensors(*base))
+    label = f"{str(dtype)[6:]} no filters"
+    kernels.sample(logits, kernels.SamplingTensors(*base, no_filters=True))
+    label = f"{str(dtype)[6:]} greedy"
+    kernels.sample(logits, kernels.SamplingTensors(*base, all_greedy=True))
     label = f"{str(dtype)[6:]} everything"
     counts = torch.zeros((rows, vocabulary), dtype=torch.int32)
     full = kernels.SamplingTensors(
@@ -205,6 +214,84 @@ def sampling(dtype: torch.dtype) -> None:
     kernels.sample(logits, full)
 
 
+def mixture(dtype: torch.dtype) -> None:
+    """Qwen3.5-35B-A3B's experts: a step of few tokens, and prompts."""
+    global label
+    stored = torch.float8_e4m3fn if dtype == torch.float8_e4m3fn else dtype
+    dtype = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    # Nothing is read, so the experts can share their memory.
+    gate_up = torch.empty(1, 1024, 2048).to(stored).expand(256, -1, -1)
+    down = torch.empty(1, 2048, 512).to(stored).expand(256, -1, -1)
+    scales = (torch.empty(256, 8, 16), torch.empty(256, 16, 4)) if stored != dtype else (None, None)
+    layout = PLAIN if stored == dtype else BLOCK_FP8
+    experts = ExpertWeights(layout, "silu", gate_up, down, None, None, *scales)
+    for tokens in (1, 512, 2048, 8192):
+        label = f"{str(stored)[6:]} {tokens}"
+        weights, chosen = kernels.route(torch.empty(tokens, 256), 8)
+        kernels.moe(torch.empty(tokens, 2048, dtype=dtype), experts, weights, chosen)
+
+
+def linear_attention(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    """A gated delta net of 16 k heads and 32 v heads: prompts with boundaries, and one token a row."""
+    global label
+    label = f"{str(dtype)[6:]} {str(state_dtype)[6:]}"
+    tokens, rows, key_heads, heads, dim = 512, 2, 16, 32, 128
+    channels = (2 * key_heads + heads) * dim
+    x, weight = torch.zeros((tokens, channels), dtype=dtype), torch.zeros((channels, 4), dtype=dtype)
+    blocks = torch.zeros(rows, dtype=torch.int32)
+    places = (blocks, blocks, torch.zeros(rows, dtype=torch.bool))
+    starts = torch.tensor([0, 100, tokens], dtype=torch.int32)
+    kept = kernels.Boundaries(starts, blocks, blocks)
+    conv_states = torch.zeros((2, channels, 3), dtype=dtype)
+    kernels.causal_conv1d(
+        x, weight, conv_states, *places, query_start=starts, max_query_len=tokens, boundaries=kept
+    )
+    states = torch.zeros((2, 3, heads, dim, dim), dtype=state_dtype)[:, 1]
+    gates = (torch.zeros((tokens, heads), dtype=dtype),) * 2 + (torch.zeros(heads),) * 2
+    heads_of = torch.zeros((tokens, key_heads, dim), dtype=dtype)
+    values = torch.zeros((tokens, heads, dim), dtype=dtype)
+    kernels.gated_delta_prefill(
+        heads_of,
+        heads_of,
+        values,
+        *gates,
+        states,
+        *places,
+        query_start=starts,
+        max_query_len=tokens,
+        scale=0.1,
+        context_lens=blocks,
+        boundaries=kept,
+    )
+    few = slice(0, rows)
+    kernels.gated_delta_decode(
+        heads_of[few],
+        heads_of[few],
+        values[few],
+        gates[0][few],
+        gates[1][few],
+        *gates[2:],
+        states,
+        *places,
+        scale=0.1,
+    )
+    kernels.gated_rms_norm(values, values, torch.zeros(dim, dtype=dtype), 1e-6)
+
+
+def fp8() -> None:
+    """Products with fp8 weights, few rows and many, and their activations as the Hopper kernels want them."""
+    global label
+    for rows in (2, 48, 512):
+        label = f"{rows} rows"
+        x = torch.zeros((rows, 4096), dtype=torch.bfloat16)
+        quantize_groups(x, rows=-(-rows // 16) * 16, permuted=True)
+        quantize_whole_rows(x, permuted=True)
+        for scale in (torch.zeros(8, 32), torch.zeros(1024)):
+            weight = torch.zeros((1024, 4096), dtype=torch.uint8).view(torch.float8_e4m3fn)
+            with registry.use(linear="triton_fp8"):
+                kernels.linear(x, prepare_fp8_linear(weight, scale), x[0, :1024])
+
+
 PLANS: dict[str, tuple[Callable[[], None], ...]] = {
     "attention": (
         lambda: attention(128, 32, 8, torch.bfloat16),
@@ -214,6 +301,17 @@ PLANS: dict[str, tuple[Callable[[], None], ...]] = {
         lambda: attention(64, 64, 8, torch.float16, window=128, sinks=torch.zeros(64), softcap=30.0),
     ),
     "dense": (lambda: dense(torch.bfloat16), lambda: dense(torch.float32)),
+    "fp8": (fp8,),
+    "moe": (
+        lambda: mixture(torch.bfloat16),
+        lambda: mixture(torch.float32),
+        lambda: mixture(torch.float8_e4m3fn),
+    ),
+    "linear_attention": (
+        lambda: linear_attention(torch.bfloat16, torch.float32),
+        lambda: linear_attention(torch.bfloat16, torch.bfloat16),
+        lambda: linear_attention(torch.float32, torch.float32),
+    ),
     "sampling": (lambda: sampling(torch.bfloat16), lambda: sampling(torch.float32)),
 }
 

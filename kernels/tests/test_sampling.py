@@ -3,11 +3,18 @@ compared with.
 """
 
 import math
+from typing import Any
 
+import pytest
 import torch
 
-from quickturn_kernels import IN_PROMPT, SamplingTensors, sample, use
-from quickturn_kernels.ops.sampling.reference import uniform
+from quickturn_kernels import IN_PROMPT, SamplingTensors, platform, registry, sample, use
+from quickturn_kernels.ops.sampling.noise import from_words, gumbel, philox
+
+DEVICE = torch.device(platform.current().device)
+TIERS = [
+    one.name for one in registry.implementations("sample") if one.platform.runs_on(platform.describe(DEVICE))
+]
 
 
 def params(rows: int, **options: object) -> SamplingTensors:
@@ -23,35 +30,119 @@ def params(rows: int, **options: object) -> SamplingTensors:
     return SamplingTensors(**{**fields, **options})  # type: ignore[arg-type]
 
 
+def on_device(chosen: SamplingTensors) -> SamplingTensors:
+    """The same on the device under test."""
+    moved: dict[str, Any] = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(chosen).items()
+    }
+    return SamplingTensors(**moved)
+
+
 def reference(logits: torch.Tensor, rows: int, **options: object) -> torch.Tensor:
     with use(sample="reference"):
         return sample(logits.expand(rows, -1), params(rows, **options)).tokens
 
 
-def test_philox_known_answer() -> None:
-    """Random123's known-answer file, for key and counter of zeros."""
+def test_philox_known_answers() -> None:
+    """Random123's known-answer file: key and counter of zeros, and of digits of pi (first words of it)."""
     zero = torch.zeros(1, dtype=torch.int64)
-    assert float(uniform(zero, zero)) == (0x6627E8D5 >> 8) / 2**24
+    words = [int(word) for word in philox(zero, zero, zero)]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_uniform_is_uniform_and_differs_by_seed_and_position() -> None:
-    count = 20000
-    by_seed = uniform(torch.arange(count), torch.zeros(count, dtype=torch.int64))
-    by_position = uniform(torch.zeros(count, dtype=torch.int64), torch.arange(count))
-    for values in (by_seed, by_position):
-        assert abs(float(values.mean()) - 0.5) < 5 / math.sqrt(12 * count)
-        assert abs(float(values.var()) - 1 / 12) < 0.005
-        assert values.unique().numel() > count - 30
-    assert (by_seed != by_position).sum() > count - 30
+def test_noise_is_finite_monotonous_and_keeps_small_probabilities() -> None:
+    words = torch.tensor([0, 1, 5, 2**20, 2**26 - 65, 2**26, 2**30, 2**31, 2**32 - 2**20, 2**32 - 1])
+    noise = from_words(words)
+    assert bool(torch.isfinite(noise).all())
+    assert bool((noise[1:] < noise[:-1]).all())
+    exact = -(-torch.log1p(-(words.double() + 0.5) * 2.0**-32)).log()
+    torch.testing.assert_close(noise[:-1].double(), exact[:-1], rtol=0, atol=1e-5)
 
 
-def test_frequencies_follow_the_softmax(seed: int) -> None:
-    rows = 40000
-    logits = torch.randn(9, generator=torch.Generator().manual_seed(seed))
-    tokens = reference(logits, rows, temperature=torch.full((rows,), 0.7))
-    share = tokens.bincount(minlength=9) / rows
-    expected = (logits / 0.7).softmax(-1)
-    assert float((share - expected).abs().max()) < 5 * math.sqrt(0.25 / rows)
+def test_noise_is_gumbel_and_independent(seed: int) -> None:
+    """Kolmogorov-Smirnov against the Gumbel distribution, and no correlation between neighbouring tokens,
+    positions and seeds.
+    """
+    seeds, positions, tokens = 20, 20, 250
+    whose = torch.arange(seeds).repeat_interleave(positions) + seed
+    where = torch.arange(positions).repeat(seeds)
+    noise = gumbel(whose, where, tokens).reshape(seeds, positions, tokens).double()
+    uniform = (-(-noise).exp()).exp().flatten().sort().values
+    ranks = torch.arange(1, len(uniform) + 1) / len(uniform)
+    assert float((uniform - ranks).abs().max()) < 2 / math.sqrt(len(uniform))
+    assert len(uniform.unique()) > 0.99 * len(uniform)
+    centred = (noise - noise.mean()) / noise.std()
+    for one, other in (
+        (centred[1:], centred[:-1]),
+        (centred[:, 1:], centred[:, :-1]),
+        (centred[..., 1:], centred[..., :-1]),
+        (centred[..., 4:], centred[..., :-4]),
+    ):
+        assert abs(float((one * other).mean())) < 5 / math.sqrt(one.numel())
+
+
+def test_noise_of_a_token_is_its_own() -> None:
+    """Whatever the vocabulary's size, and for seeds and positions of 64 bits."""
+    seeds, positions = torch.tensor([7, -1, 2**62]), torch.tensor([3, 2**40, 0])
+    wide = gumbel(seeds, positions, 103)
+    assert torch.equal(gumbel(seeds, positions, 10), wide[:, :10])
+    assert torch.equal(gumbel(seeds[1:], positions[1:], 103), wide[1:])
+    low_words = gumbel(seeds & 0xFFFFFFFF, positions & 0xFFFFFFFF, 103)
+    assert not torch.equal(low_words[1], wide[1])
+    assert not torch.equal(low_words[2], wide[2])
+
+
+@pytest.mark.parametrize("name", TIERS)
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+def test_frequencies_follow_the_softmax(seed: int, along: str, name: str) -> None:
+    """Pearson's chi-square over draws of neighbouring seeds, or of neighbouring positions."""
+    # An interpreted row takes 20 ms.
+    rows, vocabulary = 250 if name == "triton" and DEVICE.type == "cpu" else 4000, 9
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(vocabulary, generator=generator).to(DEVICE)
+    varied = torch.arange(rows) + int(torch.randint(2**40, (1,), generator=generator))
+    fixed = torch.full((rows,), seed)
+    chosen = params(
+        rows,
+        temperature=torch.full((rows,), 0.7),
+        seeds=varied if along == "seeds" else fixed,
+        positions=varied if along == "positions" else fixed,
+    )
+    with use(sample=name):
+        tokens = sample(logits.expand(rows, -1), on_device(chosen)).tokens.cpu()
+    expected = (logits.cpu() / 0.7).softmax(-1) * rows
+    chi_square = float(((tokens.bincount(minlength=vocabulary) - expected) ** 2 / expected).sum())
+    # 8 degrees of freedom: above this once in a million.
+    assert chi_square < 43
+    # Neighbouring draws are independent: two in a row fall together as often as chance has it.
+    together = float((tokens[1:] == tokens[:-1]).float().mean())
+    share = float(((expected / rows) ** 2).sum())
+    assert abs(together - share) < 5 * math.sqrt(share * (1 - share) / rows)
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_a_hair_changes_a_token_only_where_two_are_level(seed: int, name: str) -> None:
+    """Logits in another rounding, and other tokens dropped, leave the choice as it is."""
+    rows, vocabulary = 24, 1100
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 2
+    moved = logits + 1e-6 * torch.randn(rows, vocabulary, generator=generator)
+    chosen = params(rows)
+    scores = (logits + gumbel(chosen.seeds, chosen.positions, vocabulary)).topk(2, dim=-1).values
+    clear = scores[:, 0] - scores[:, 1] > 1e-4
+    assert int(clear.sum()) > rows - 4
+
+    def tokens(values: torch.Tensor, **options: object) -> torch.Tensor:
+        with use(sample=name):
+            return sample(values.to(DEVICE), on_device(params(rows, **options))).tokens.cpu()
+
+    expected = tokens(logits)
+    assert torch.equal(tokens(moved)[clear], expected[clear])
+    few = tokens(logits, top_k=torch.full((rows,), 40))
+    among = logits.gather(1, expected[:, None])[:, 0] >= logits.topk(40, dim=-1).values[:, -1]
+    assert int(among.sum()) > 2
+    assert torch.equal(few[among & clear], expected[among & clear])
 
 
 def kept(logits: list[float], **options: object) -> set[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from quickturn_kernels.ops.sampling.noise import gumbel
 from tiny import TINY
 from transformers import PreTrainedModel
 
@@ -135,6 +136,46 @@ def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int], 
     behind = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     worst = int(behind.argmax())
     assert behind[worst] <= TIE, f"token {worst} is {tokens[worst]}, {behind[worst]} behind the best"
+
+
+def penalised(
+    logits: torch.Tensor,
+    prompt: list[int],
+    answer: list[int],
+    presence: float,
+    frequency: float,
+    repeat: float,
+) -> torch.Tensor:
+    """The logits [V] behind `answer` after the penalties, by their formula."""
+    logits = logits.clone()
+    for token in set(prompt + answer):
+        logits[token] = logits[token] / repeat if logits[token] > 0 else logits[token] * repeat
+    for token in set(answer):
+        logits[token] -= presence + frequency * answer.count(token)
+    return logits
+
+
+@torch.inference_mode()
+def assert_drawn(
+    model: PreTrainedModel,
+    prompt: list[int],
+    tokens: list[int],
+    *,
+    seed: int,
+    temperature: float,
+    presence: float = 0.0,
+    repeat: float = 1.0,
+) -> None:
+    """`tokens` are the draws of this seed from `model`: each has the largest logit / temperature + noise
+    behind the ones before it, or one within `TIE` of it.
+    """
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    positions = torch.arange(len(prompt), len(prompt) + len(tokens))
+    noise = gumbel(torch.full_like(positions, seed), positions, logits.shape[1])
+    for i, token in enumerate(tokens):
+        scores = penalised(logits[i], prompt, tokens[:i], presence, 0.0, repeat) / temperature + noise[i]
+        behind = float(scores.max() - scores[token])
+        assert behind <= TIE / min(1.0, temperature), f"token {i} is {token}, {behind} behind the best"
 
 
 def random_prompts(

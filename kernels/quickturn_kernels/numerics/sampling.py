@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from torch import Generator, Tensor
 
 from quickturn_kernels.numerics.check import Accept, Case, Result
 from quickturn_kernels.ops.sampling import GREEDY_BELOW, IN_PROMPT, SamplingTensors, sample
-from quickturn_kernels.ops.sampling.reference import adjust, draw, uniform
+from quickturn_kernels.ops.sampling.reference import adjust, kept, noisy
 
 NUDGE = 3e-5
-"""Tokens that the reference picks with probabilities moved by this much are right too: sums round
-differently.
-"""
+"""What top-p of this much more or less keeps may be kept too: sums round differently."""
+
+TIE = 5e-5
+"""Of two tokens whose logit / temperature + noise are this close, either is right."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +146,23 @@ def build(options: Options, generator: Generator) -> tuple[Tensor, SamplingTenso
 
 
 def _acceptor(logits: Tensor, params: SamplingTensors) -> Accept:
-    """Right tokens: the reference's own, or its choice when top_p or the random number moves by a hair."""
+    """Right tokens: the reference's own; of a drawn row also one that is as good within rounding, among the
+    tokens kept when top_p moves by a hair.
+    """
 
     def accept(expected: Tensor, actual: Tensor) -> bool:
         allowed = actual == expected
         if not params.all_greedy and not bool(allowed.all()):
             adjusted = adjust(logits, params)
             best = adjusted.max(dim=-1).values
-            uniforms = uniform(params.seeds, params.positions)
-            sampled = params.temperature >= GREEDY_BELOW
-            for p_nudge, u_nudge in product((0, NUDGE, -NUDGE), repeat=2):
-                top_p = torch.where(params.top_p < 1, params.top_p + p_nudge, params.top_p)
-                moved = (uniforms + u_nudge).clamp(0, 1 - 2**-24)
-                near = draw(adjusted, best, replace(params, top_p=top_p), moved)
-                allowed |= sampled & torch.isfinite(best) & (actual == near)
+            scores = noisy(adjusted, params)
+            mine = actual.clamp(min=0)[:, None]
+            drawn = (params.temperature >= GREEDY_BELOW) & (actual >= 0) & (expected >= 0)
+            for nudge in (0, NUDGE, -NUDGE):
+                top_p = torch.where(params.top_p < 1, params.top_p + nudge, params.top_p)
+                left = scores.where(kept(adjusted, best, replace(params, top_p=top_p)), float("-inf"))
+                behind = left.max(-1).values - left.gather(1, mine)[:, 0]
+                allowed |= drawn & (behind <= TIE)
         return bool(allowed.all())
 
     return accept

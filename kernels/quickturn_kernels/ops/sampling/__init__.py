@@ -81,10 +81,11 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None = N
     largest logit. Other rows: p = softmax(logits / temperature); top-k keeps p >= the k-th largest; top-p
     keeps, of what is left and renormalised, p >= t for the largest t such that their sum reaches top_p;
     min-p keeps p >= min_p * max p. All three keep ties, so none needs an order among equals. Of the tokens
-    kept the first in vocabulary order is taken whose cumulative probability exceeds u, where u =
-    (philox4x32-10(key=seed, counter=(position, 0, 0))[0] >> 8) / 2^24 (Salmon et al. 2011; 64-bit key and
-    position, low words first). So a row's token depends on its own logits, parameters, seed and position
-    only.
+    kept the one with the largest logit / temperature + noise is taken, where the noise is Gumbel and a
+    function of the row's seed, its position and the token alone (`noise.py` says which): a draw from the
+    softmax (Gumbel 1954, Maddison et al. 2014) that other rows don't touch, that dropping other tokens
+    doesn't change, and that logits which differ in their last bits change only where two candidates are
+    that close.
 
     num_logprobs: None, or how many of the likeliest tokens to report beside the chosen one.
     """

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.ops.sampling import GREEDY_BELOW, IN_PROMPT, Sampled, SamplingTensors
+from quickturn_kernels.ops.sampling.noise import gumbel
 from quickturn_kernels.registry import Priority, register
-
-_WORD = 0xFFFFFFFF
 
 
 @register("sample", name="reference", priority=Priority.REFERENCE)
@@ -16,9 +15,12 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
     best, greedy = adjusted.max(dim=-1)
     tokens = greedy
     if not params.all_greedy:
-        drawn = draw(adjusted, best, params, uniform(params.seeds, params.positions))
-        tokens = torch.where(params.temperature < GREEDY_BELOW, greedy, drawn)
-    tokens = torch.where(torch.isfinite(best), tokens, -1)
+        scores = noisy(adjusted, params)
+        if not params.no_filters:
+            scores = scores.masked_fill(~kept(adjusted, best, params), float("-inf"))
+        tokens = torch.where(params.temperature < GREEDY_BELOW, greedy, scores.argmax(-1))
+    usable = torch.isfinite(best) & torch.isfinite(logits.amax(dim=-1))
+    tokens = torch.where(usable, tokens, -1)
     return with_logprobs(logits, tokens, num_logprobs)
 
 
@@ -46,27 +48,6 @@ def adjust(logits: Tensor, params: SamplingTensors) -> Tensor:
     return result
 
 
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One float32 in [0, 1) a row: the first word of philox4x32-10 with key = seed and counter = (position,
-    0, 0).
-
-    seeds, positions: int64. Products wrap around in int64, which leaves their 64 bits right.
-    """
-    key0, key1 = seeds & _WORD, (seeds >> 32) & _WORD
-    c0, c1 = positions & _WORD, (positions >> 32) & _WORD
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    for _ in range(10):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _WORD) ^ c1 ^ key0,
-            second & _WORD,
-            ((first >> 32) & _WORD) ^ c3 ^ key1,
-            first & _WORD,
-        )
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
-    return (c0 >> 8).float() * 2.0**-24
-
-
 def with_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int | None) -> Sampled:
     """Add the log-probabilities that were asked for. logits: [R, V] raw; tokens: [R] int64."""
     if num_logprobs is None:
@@ -80,21 +61,23 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int | None) -> S
     return Sampled(tokens, chosen, top.indices, top.values - normaliser)
 
 
-def draw(adjusted: Tensor, best: Tensor, params: SamplingTensors, uniforms: Tensor) -> Tensor:
-    """Tokens [R] int64 for the probabilities after the filters and uniforms [R] in [0, 1); best: [R]
-    largest logits.
-    """
+def noisy(adjusted: Tensor, params: SamplingTensors) -> Tensor:
+    """logits / temperature + noise: [R, V] float32, whose largest element is a draw from the softmax."""
+    temperature = params.temperature.clamp(min=GREEDY_BELOW)[:, None]
+    return adjusted / temperature + gumbel(params.seeds, params.positions, adjusted.shape[1])
+
+
+def kept(adjusted: Tensor, best: Tensor, params: SamplingTensors) -> Tensor:
+    """What the filters leave: bool [R, V]; best: [R] largest logits."""
     temperature = params.temperature.clamp(min=GREEDY_BELOW)[:, None]
     weights = ((adjusted - best[:, None]) / temperature).double().exp()
-    if not params.no_filters:
-        weights = _filter(weights, params)
-    cumulative = weights.cumsum(-1)
-    target = uniforms.double()[:, None] * cumulative[:, -1:]
-    return (cumulative <= target).sum(-1).clamp(max=adjusted.shape[1] - 1)
+    return weights >= floors(weights, params)
 
 
-def _filter(weights: Tensor, params: SamplingTensors) -> Tensor:
-    """Zero what top-k, then top-p, then min-p drop. weights: [R, V] float64, the largest of a row is 1."""
+def floors(weights: Tensor, params: SamplingTensors) -> Tensor:
+    """The least weight that top-k, then top-p, then min-p keep: [R, 1]. weights: [R, V] float64, the largest
+    of a row is 1.
+    """
     vocabulary = weights.shape[1]
     ordered = weights.sort(dim=-1, descending=True).values
     k = torch.where(params.top_k > 0, params.top_k, vocabulary).clamp(max=vocabulary).long()[:, None]
@@ -104,5 +87,4 @@ def _filter(weights: Tensor, params: SamplingTensors) -> Tensor:
     wanted = params.top_p.double()[:, None] * cumulative[:, -1:]
     reached = (cumulative < wanted).sum(-1, keepdim=True).clamp(max=vocabulary - 1)
     nucleus = torch.where(params.top_p[:, None] < 1.0, ordered.gather(1, reached), 0.0)
-    floor = torch.maximum(torch.maximum(least, nucleus), params.min_p.double()[:, None])
-    return weights.where(weights >= floor, 0.0)
+    return torch.maximum(torch.maximum(least, nucleus), params.min_p.double()[:, None])

@@ -1,9 +1,9 @@
 """Sampling in Triton without a sort.
 
-Two or three launches: the vocabulary is scanned in chunks by many programs (penalties, maxima, sums); where
-a filter is on, each chunk keeps the tokens that could survive it, usually few; one program a row then finds
-the cuts of top-k, top-p and min-p among those by bisection, and draws. Without filters the draw reads one
-chunk.
+Two or three launches: the vocabulary is scanned in chunks by many programs (penalties, maxima, sums, and the
+draw within the chunk where no filter is on); where one is on, each chunk keeps the tokens that could survive
+it, usually few; one program a row then finds the cuts of top-k, top-p and min-p among those by bisection, and
+draws from what is left, or takes the best of the chunks' own draws.
 """
 
 import torch
@@ -36,8 +36,8 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
     chunks = triton.cdiv(vocabulary, chunk)
     stats = torch.empty((rows, chunks, 4), dtype=torch.float32, device=device)
     best_tokens = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-    values = _scan(logits, params, stats, best_tokens, chunk, chunks, raw)
     filters = not (params.no_filters or params.all_greedy)
+    values = _scan(logits, params, stats, best_tokens, chunk, chunks, filters, raw)
     counts = torch.empty((rows, chunks if filters else 0), dtype=torch.int32, device=device)
     width = chunks * chunk if filters else 0
     candidate_values = torch.empty((rows, width), dtype=torch.float32, device=device)
@@ -65,7 +65,6 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
             num_warps=8,
         )
     choose_kernel[(rows,)](
-        values,
         stats,
         best_tokens,
         counts,
@@ -79,7 +78,6 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
         params.positions,
         tokens,
         normalisers,
-        values.stride(0),
         params.temperature.stride(0),
         params.top_k.stride(0),
         params.top_p.stride(0),
@@ -106,6 +104,7 @@ def _scan(
     best_tokens: Tensor,
     chunk: int,
     chunks: int,
+    filters: bool,
     raw: bool,
 ) -> Tensor:
     """Launch the scan; returns the adjusted logits [R, V] float32, or the logits themselves when nothing
@@ -123,6 +122,11 @@ def _scan(
         stats,
         best_tokens,
         params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seeds,
+        params.positions,
         params.presence,
         params.frequency,
         params.repetition,
@@ -133,6 +137,11 @@ def _scan(
         params.bitmask,
         logits.stride(0),
         params.temperature.stride(0),
+        params.top_k.stride(0),
+        params.top_p.stride(0),
+        params.min_p.stride(0),
+        params.seeds.stride(0),
+        params.positions.stride(0),
         *(
             0 if tensor is None else tensor.stride(0)
             for tensor in (
@@ -153,6 +162,8 @@ def _scan(
         PENALTIES=penalties,
         COUNT_ROWS=params.count_rows is not None,
         BITMASK=masked,
+        ALL_GREEDY=params.all_greedy,
+        FILTERS=filters,
         RAW=raw,
         num_warps=8,
     )

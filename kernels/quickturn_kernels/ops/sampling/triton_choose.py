@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from quickturn_kernels.ops.sampling.triton_common import FAR, GREEDY_BELOW, LOG2_E, chunk_weights, order_key
+from quickturn_kernels.ops.sampling.triton_common import (
+    FAR,
+    GREEDY_BELOW,
+    LOG2_E,
+    chunk_weights,
+    is_filtered,
+    order_key,
+    token_noise,
+)
 
 
 @triton.jit
@@ -87,7 +95,6 @@ def _cut(values, count, low, best, inverse, goal, BY_MASS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def choose_kernel(
-    values,
     stats,
     best_tokens,
     candidate_counts,
@@ -101,7 +108,6 @@ def choose_kernel(
     positions,
     tokens,
     normalisers,
-    values_stride,
     temperature_stride,
     top_k_stride,
     top_p_stride,
@@ -131,70 +137,49 @@ def choose_kernel(
         weights = tl.where(raw_tops > float("-inf"), tl.exp2((raw_tops - raw_best) * LOG2_E), 0.0)
         tl.store(normalisers + row, raw_best + tl.log(tl.sum(raw_sums * weights, axis=0)))
 
-    firsts = tl.load(best_tokens + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=FAR)
-    token = tl.min(tl.where(tops == best, firsts, FAR), axis=0)
+    # Of a row that is drawn without filters, the scan left scores and their tokens here.
+    by_chunk = tops
+    usable = (best > float("-inf")) & (best < float("inf"))
+    filtered = False
     if not ALL_GREEDY:
-        usable = (best > float("-inf")) & (best < float("inf"))
-        if usable & (heat >= GREEDY_BELOW):
+        drawn = heat >= GREEDY_BELOW
+        if FILTERS:
+            k = tl.load(top_k + row * top_k_stride)
+            p = tl.load(top_p + row * top_p_stride)
+            m = tl.load(min_p + row * min_p_stride)
+            filtered = drawn & is_filtered(k, p, m, vocabulary)
+        scores = tl.load(stats + (row * CHUNKS + chunk) * 4 + 1, mask=chunk < CHUNKS, other=float("-inf"))
+        by_chunk = tl.where(drawn, scores, tops)
+    firsts = tl.load(best_tokens + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=FAR)
+    token = tl.min(tl.where(by_chunk == tl.max(by_chunk, axis=0), firsts, FAR), axis=0)
+    if FILTERS:
+        by_k = (k > 0) & (k < vocabulary)
+        if usable & filtered:
+            row_values = candidate_values + row * (CHUNKS * CHUNK)
+            row_tokens = candidate_tokens + row * (CHUNKS * CHUNK)
+            ends = candidate_counts + row * CHUNKS
+            count = _gather(ends, row_values, row_tokens, CHUNKS, CHUNKS_PAD, CHUNK)
+            cut = order_key(best * 0.0 + float("-inf"))
+            whole = tl.sum(sums, axis=0)
+            if by_k:
+                cut = _cut(row_values, count, cut, best, inverse, k.to(tl.float32), False, BLOCK)
+                whole = _mass(row_values, count, cut, best, inverse, BLOCK)
+            if p < 1.0:
+                goal = tl.maximum(p * whole, 1e-30)
+                cut = _cut(row_values, count, cut, best, inverse, goal, True, BLOCK)
+            if m > 0.0:
+                cut = tl.maximum(cut, order_key(best + heat * tl.log(m)))
             seed = tl.load(seeds + row * seeds_stride)
             position = tl.load(positions + row * positions_stride)
-            low_word = (position & 0xFFFFFFFF).to(tl.uint32)
-            high_word = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-            word, _w1, _w2, _w3 = tl.philox(seed, low_word, high_word, low_word * 0, low_word * 0)
-            uniform = (word >> 8).to(tl.float32) * (1.0 / 16777216.0)
-            filtered = False
-            if FILTERS:
-                k = tl.load(top_k + row * top_k_stride)
-                p = tl.load(top_p + row * top_p_stride)
-                m = tl.load(min_p + row * min_p_stride)
-                by_k = (k > 0) & (k < vocabulary)
-                filtered = by_k | (p < 1.0) | (m > 0.0)
-                if filtered:
-                    row_values = candidate_values + row * (CHUNKS * CHUNK)
-                    row_tokens = candidate_tokens + row * (CHUNKS * CHUNK)
-                    ends = candidate_counts + row * CHUNKS
-                    count = _gather(ends, row_values, row_tokens, CHUNKS, CHUNKS_PAD, CHUNK)
-                    cut = order_key(best * 0.0 + float("-inf"))
-                    whole = tl.sum(sums, axis=0)
-                    if by_k:
-                        cut = _cut(row_values, count, cut, best, inverse, k.to(tl.float32), False, BLOCK)
-                        whole = _mass(row_values, count, cut, best, inverse, BLOCK)
-                    if p < 1.0:
-                        goal = tl.maximum(p * whole, 1e-30)
-                        cut = _cut(row_values, count, cut, best, inverse, goal, True, BLOCK)
-                    if m > 0.0:
-                        cut = tl.maximum(cut, order_key(best + heat * tl.log(m)))
-                    target = uniform * _mass(row_values, count, cut, best, inverse, BLOCK)
-                    running = 0.0
-                    chosen = FAR
-                    last = -1
-                    start = 0
-                    while (start < count) & (chosen == FAR):
-                        place = start + tl.arange(0, BLOCK)
-                        value = tl.load(row_values + place, mask=place < count, other=float("-inf"))
-                        at_token = tl.load(row_tokens + place, mask=place < count, other=-1)
-                        kept = (place < count) & (order_key(value) >= cut)
-                        weight = tl.where(kept, tl.exp2((value - best) * inverse), 0.0)
-                        passed = kept & (running + tl.cumsum(weight, axis=0) > target)
-                        chosen = tl.min(tl.where(passed, at_token, FAR), axis=0)
-                        last = tl.maximum(last, tl.max(tl.where(kept, at_token, -1), axis=0))
-                        running += tl.sum(weight, axis=0)
-                        start += BLOCK
-                    # Rounding may leave the sum a hair short of its target.
-                    token = tl.where(chosen == FAR, last, chosen)
-            if not filtered:
-                target = uniform * tl.sum(sums, axis=0)
-                passed = (tl.cumsum(sums, axis=0) > target) & (sums > 0.0)
-                home = tl.min(tl.where(passed, chunk, FAR), axis=0)
-                home = tl.where(home == FAR, tl.max(tl.where(sums > 0.0, chunk, 0), axis=0), home)
-                target -= tl.sum(tl.where(chunk < home, sums, 0.0), axis=0)
-                at_token = home * CHUNK + tl.arange(0, CHUNK)
-                inside = at_token < vocabulary
-                value = tl.load(values + row * values_stride + at_token, mask=inside, other=float("-inf"))
-                weight = tl.exp2((value.to(tl.float32) - best) * inverse)
-                passed = (tl.cumsum(weight, axis=0) > target) & (weight > 0.0)
-                chosen = tl.min(tl.where(passed, at_token, FAR), axis=0)
-                last = tl.max(tl.where(weight > 0.0, at_token, -1), axis=0)
-                token = tl.where(chosen == FAR, last, chosen)
-    usable_token = tl.where((best > float("-inf")) & (best < float("inf")), token, -1)
-    tl.store(tokens + row, usable_token.to(tl.int64))
+            highest = best * 0.0 + float("-inf")
+            for start in range(0, count, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                value = tl.load(row_values + place, mask=place < count, other=float("-inf"))
+                at_token = tl.load(row_tokens + place, mask=place < count, other=0)
+                score = value / heat + token_noise(seed, position, at_token)
+                score = tl.where((place < count) & (order_key(value) >= cut), score, float("-inf"))
+                top = tl.max(score, axis=0)
+                if top > highest:
+                    token = tl.min(tl.where(score == top, at_token, FAR), axis=0)
+                    highest = top
+    tl.store(tokens + row, tl.where(usable, token, -1).to(tl.int64))

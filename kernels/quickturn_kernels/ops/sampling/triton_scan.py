@@ -4,7 +4,14 @@ import triton
 import triton.language as tl
 
 from quickturn_kernels.ops.sampling import IN_PROMPT
-from quickturn_kernels.ops.sampling.triton_common import FAR, GREEDY_BELOW, LOG2_E, chunk_weights
+from quickturn_kernels.ops.sampling.triton_common import (
+    FAR,
+    GREEDY_BELOW,
+    LOG2_E,
+    chunk_noise,
+    chunk_weights,
+    is_filtered,
+)
 
 _GENERATED = tl.constexpr(IN_PROMPT - 1)
 
@@ -16,6 +23,11 @@ def scan_kernel(
     stats,
     best_tokens,
     temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
     presence,
     frequency,
     repetition,
@@ -26,6 +38,11 @@ def scan_kernel(
     bitmask,
     logits_stride,
     temperature_stride,
+    top_k_stride,
+    top_p_stride,
+    min_p_stride,
+    seeds_stride,
+    positions_stride,
     presence_stride,
     frequency_stride,
     repetition_stride,
@@ -41,13 +58,17 @@ def scan_kernel(
     PENALTIES: tl.constexpr,
     COUNT_ROWS: tl.constexpr,
     BITMASK: tl.constexpr,
+    ALL_GREEDY: tl.constexpr,
+    FILTERS: tl.constexpr,
     RAW: tl.constexpr,
 ):
     """Penalties, bias and bitmask for one chunk of one row, and what the chunk holds.
 
-    Writes the adjusted logits when anything adjusts them, four floats of stats (largest adjusted logit,
-    +inf where a logit is NaN or infinite; sum of exp((logit - largest) / temperature); the same two of the
-    raw logits at temperature 1, with RAW) and the first token that has the largest logit.
+    Writes the adjusted logits when anything adjusts them; the first token that has the largest logit, or, of
+    a row that is drawn without filters, the largest logit / temperature + noise; and four floats of stats:
+    the largest adjusted logit, +inf where a logit is NaN or infinite; of a row without filters the largest
+    sum with the noise, else the sum of exp((logit - largest) / temperature); with RAW the raw logits' largest
+    and their sum of exp(logit - largest).
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -90,11 +111,28 @@ def scan_kernel(
         tl.debug_barrier()
         value = tl.load(target, mask=inside, other=float("-inf"))
     top = tl.max(value, axis=0)
-    base = tl.where(top > float("-inf"), top, 0.0)
-    inverse = LOG2_E / tl.maximum(tl.load(temperature + row * temperature_stride), GREEDY_BELOW)
     tl.store(at, tl.where(bad != 0, float("inf"), top))
-    tl.store(at + 1, tl.sum(tl.exp2((value - base) * inverse), axis=0))
-    tl.store(best_tokens + row * CHUNKS + chunk, tl.min(tl.where(value == top, token, FAR), axis=0))
+    first = tl.min(tl.where(value == top, token, FAR), axis=0)
+    if not ALL_GREEDY:
+        heat = tl.load(temperature + row * temperature_stride)
+        filtered = False
+        if FILTERS:
+            k = tl.load(top_k + row * top_k_stride)
+            p = tl.load(top_p + row * top_p_stride)
+            m = tl.load(min_p + row * min_p_stride)
+            filtered = is_filtered(k, p, m, vocabulary)
+        if heat >= GREEDY_BELOW:
+            if filtered:
+                base = tl.where(top > float("-inf"), top, 0.0)
+                tl.store(at + 1, tl.sum(tl.exp2((value - base) * (LOG2_E / heat)), axis=0))
+            else:
+                seed = tl.load(seeds + row * seeds_stride)
+                position = tl.load(positions + row * positions_stride)
+                score = value / heat + chunk_noise(seed, position, chunk, CHUNK)
+                highest = tl.max(score, axis=0)
+                tl.store(at + 1, highest)
+                first = tl.min(tl.where(score == highest, token, FAR), axis=0)
+    tl.store(best_tokens + row * CHUNKS + chunk, first)
 
 
 @triton.jit
@@ -133,7 +171,7 @@ def candidates_kernel(
     p = tl.load(top_p + row * top_p_stride)
     m = tl.load(min_p + row * min_p_stride)
     by_k = (k > 0) & (k < vocabulary)
-    if (heat >= GREEDY_BELOW) & (by_k | (p < 1.0) | (m > 0.0)):
+    if (heat >= GREEDY_BELOW) & is_filtered(k, p, m, vocabulary):
         tops, best, sums = chunk_weights(stats, row, LOG2_E / heat, CHUNKS, CHUNKS_PAD)
         least = best * 0.0 + float("-inf")
         if by_k:
