@@ -32,11 +32,13 @@ GPU_TIERS = ("triton", "hopper")
 FAMILIES = (
     "norm",
     "linear",
+    "fp8_linear",
     "gated_linear",
     "activation",
     "rotary",
     "attention",
     "attention_step",
+    "decode_stack",
     "linear_attention",
     "batch",
     "embedding",

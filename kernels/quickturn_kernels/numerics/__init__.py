@@ -11,6 +11,7 @@ from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.batch import batch_cases
 from quickturn_kernels.numerics.check import Case, Result, check, poisoned
 from quickturn_kernels.numerics.dense import dense_cases
+from quickturn_kernels.numerics.fp8 import fp8_cases
 from quickturn_kernels.numerics.linear_attention import linear_attention_cases
 from quickturn_kernels.numerics.moe import moe_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
@@ -23,6 +24,7 @@ def cases() -> tuple[Case, ...]:
     """Every case of every op."""
     return (
         *dense_cases(),
+        *fp8_cases(),
         *rotary_cases(),
         *attention_cases(),
         *attention_step_cases(),

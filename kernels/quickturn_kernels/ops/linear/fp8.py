@@ -56,7 +56,7 @@ def quantize_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
     """
     rows, columns = x.shape
     size = columns if group is None else group
-    groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -1, size)
+    groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -(-columns // size), size)
     scale = groups.abs().amax(2).clamp_min(_SMALLEST) / FP8_MAX
     return _to_fp8(groups / scale[:, :, None]).flatten(1)[:, :columns], scale
 

@@ -1,0 +1,64 @@
+"""Cases of the products with fp8 weights."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Generator, Tensor
+
+from quickturn_kernels.numerics.check import Case, Result
+from quickturn_kernels.numerics.dense import Matrix
+from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
+from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_fp8_linear, rows_class
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK, FP8_CHANNEL, quantize_blocks
+
+SIZES = (
+    (1, 128, torch.bfloat16),
+    (0, 64, torch.float32),
+    (5, 300, torch.float32),
+    (33, 256, torch.float16),
+    (130, 160, torch.float32),
+)
+"""(rows, width, dtype)"""
+
+COLUMNS = 200
+
+Product = Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
+
+
+def fp8_cases() -> tuple[Case, ...]:
+    """Cases of `linear` and `linear_silu_and_mul`; the others take the weight as it was laid out for them."""
+    found = []
+    for size in SIZES:
+        shape = Matrix(*size)
+        for layout in (FP8_BLOCK, FP8_CHANNEL):
+            for bias in (False, True):
+                name = f"{shape} {layout}{' bias' if bias else ''}"
+                traits = {"layout": layout, "rows": rows_class(shape.rows)}
+                plain = {"prepare_fp8_linear": "reference"}
+                products: tuple[tuple[str, Product], ...] = (
+                    ("linear", linear),
+                    ("linear_silu_and_mul", linear_silu_and_mul),
+                )
+                for op, product in products:
+                    run = partial(_run, product, shape, layout, bias)
+                    found.append(Case(op, name, shape.dtype, traits, run, plain))
+    return tuple(found)
+
+
+def _run(
+    product: Product, shape: Matrix, layout: str, biased: bool, generator: Generator, device: torch.device
+) -> Result:
+    wide = torch.full((shape.rows, shape.width + 16), float("nan"))
+    wide[:, : shape.width] = torch.randn(shape.rows, shape.width, generator=generator)
+    x = wide.to(shape.dtype).to(device)[:, : shape.width]
+    weight, scale = quantize_blocks(torch.randn(COLUMNS, shape.width, generator=generator))
+    if layout == FP8_CHANNEL:
+        scale = torch.rand(COLUMNS, generator=generator)
+    scale = scale * shape.width**-0.5
+    prepared = prepare_fp8_linear(weight.to(device), scale.to(device))
+    bias: Tensor | None = None
+    if biased:
+        bias = torch.randn(COLUMNS, generator=generator).to(shape.dtype).to(device)
+    # x is rounded to e4m3 on either side of a tie, and sums are taken in another order.
+    return Result({"out": product(x, prepared, bias)}, slack=50.0 if shape.dtype == torch.float32 else 4.0)
