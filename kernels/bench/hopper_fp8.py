@@ -13,10 +13,10 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels.ops.fp8_linear.hopper_launch import (
@@ -106,17 +106,17 @@ def few(rate: float) -> dict[str, object]:
         for rows in ROWS:
             x = torch.randn(rows, columns, dtype=BF16, device=DEVICE)
             op = kernels.linear_silu_and_mul if gated else kernels.linear
-
-            def run(op: Callable[..., Tensor] = op, x: Tensor = x) -> None:
-                for weight in weights:
-                    op(x, weight)
-
-            taken = graphed(run, len(weights))
+            taken = graphed(partial(each, partial(op, x), weights), len(weights))
             found[f"{name} {rows}"] = figure(taken, features * columns, rate) | {
                 "plan": asdict(choose(rows, features, columns, gated))
             }
-        del weights
     return found
+
+
+def each(run: Callable[[LinearWeight], object], weights: list[LinearWeight]) -> None:
+    """One launch for each weight."""
+    for weight in weights:
+        run(weight)
 
 
 def figure(microseconds: float, size: int, rate: float) -> dict[str, object]:
@@ -149,15 +149,10 @@ def plans(rate: float) -> dict[str, object]:
                         <= RING_LIMIT
                     ]
                     plan = replace(base, stages=max(fitting))
-
-                    def run(plan: object = plan, x: Tensor = x, out: Tensor = out) -> None:
-                        for weight in weights:
-                            launch(x, weight, None, out, plan, gated=gated)  # type: ignore[arg-type]
-
-                    taken = graphed(run, len(weights), 3)
+                    run = partial(launch, x, bias=None, out=out, plan=plan, gated=gated)
+                    taken = graphed(partial(each, run, weights), len(weights), 3)
                     tried.append((round(taken, 2), tile_rows, split, plan.stages))
             found[f"{name} {rows}"] = sorted(tried)[:4]
-        del weights
     return found
 
 
