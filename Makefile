@@ -11,7 +11,7 @@ CPP := $(shell find control kernels -path '*/build' -prune -o \
   \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 NATIVE := $(CPP) $(shell find control kernels -name CMakeLists.txt -o -name pyproject.toml)
 
-.PHONY: chat serve test lint unit oracle bench install clean
+.PHONY: chat serve test lint unit oracle browser bench install clean
 
 chat: install
 	@$(BIN)/quickturn chat $(MODEL) $(if $(PROMPT),--prompt "$(PROMPT)")
@@ -37,7 +37,13 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(BIN)/pip install -q --no-deps triton
 	@touch $@
 
-test: $(VENV)/.dev lint unit oracle
+# The dashboard is tested in a real browser.
+browser:
+	@command -v chromium chromium-browser google-chrome > /dev/null \
+	  || { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; } \
+	  || echo "no Chromium: the dashboard's tests are skipped; install Debian's chromium or your system's package"
+
+test: $(VENV)/.dev lint unit oracle browser
 	cd kernels && $(abspath $(BIN))/python -m pytest
 	$(BIN)/python -m pytest
 

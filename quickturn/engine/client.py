@@ -21,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from quickturn.config import EngineConfig
+from quickturn.engine.journal import Journal
 from quickturn.engine.messages import (
     AddRequest,
     AskStats,
@@ -120,6 +121,7 @@ class EngineClient:
         """Why the engine can't serve any more; None while it can."""
         self.ready: EngineReady | None = None
         self.last_stats: EngineStats = EngineStats({})
+        self.journal = Journal()
         self._launch = (core, log_level)
         self._streams: dict[int, RequestStream] = {}
         self._next_id = 0
@@ -202,6 +204,7 @@ class EngineClient:
             )
         )
         self._streams[stream.id] = stream
+        self.journal.submitted(stream.id, len(tokens) // 4, session)
         return stream
 
     async def stats(self, timeout: float = 1.0) -> EngineStats:
@@ -265,6 +268,7 @@ class EngineClient:
 
     def _cancel(self, request_id: int, finished: bool) -> None:
         self._streams.pop(request_id, None)
+        self.journal.over(request_id, "stop" if finished else "cancelled")
         if self.failure is None:
             self._send(CancelRequest(request_id, finished))
 
@@ -308,6 +312,7 @@ class EngineClient:
         stream = self._streams.get(output.id)
         if stream is None:
             return
+        self.journal.delivered(output)
         if output.finish:
             del self._streams[output.id]
         stream._put(output)
@@ -328,6 +333,7 @@ class EngineClient:
             log.error("%s; %d open requests end with an error", message, len(self._streams))
         for stream in self._streams.values():
             stream._fail(message)
+            self.journal.over(stream.id, "error")
         self._streams.clear()
         if not self._started.done():
             self._started.set_exception(EngineDied(message))

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quickturn.server.dashboard import dashboard_state, page, static_file
 from quickturn.server.errors import ApiError
 from quickturn.server.gate import Gate
 from quickturn.server.openai_chat import chat_completions
@@ -27,6 +28,9 @@ ROUTES = [
     Route("/health", health, methods=["GET"]),
     Route("/health/live", live, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
+    Route("/", page, methods=["GET"]),
+    Route("/dashboard/state", dashboard_state, methods=["GET"]),
+    Route("/dashboard/{name}", static_file, methods=["GET"]),
 ]
 
 

@@ -12,7 +12,9 @@ _UNKNOWN_PATH = "other"
 
 
 class Gate:
-    """ASGI middleware. Health and metrics pass freely; `/v1` needs a key if any is configured."""
+    """ASGI middleware. Health, metrics and the dashboard's files pass freely; `/v1` and the dashboard's
+    state need a key if any is configured.
+    """
 
     def __init__(self, app: ASGIApp, state: ServerState, paths: frozenset[str]) -> None:
         self._app = app
@@ -34,10 +36,13 @@ class Gate:
             await send(message)
 
         guarded = path.startswith("/v1/")
+        private = guarded or path == "/dashboard/state"
         self._state.active += guarded
         try:
+            if private:
+                self._check_key(scope)
             if guarded:
-                self._check(scope)
+                self._check_service(scope)
             await self._app(scope, receive, count_status)
         except ApiError as error:
             await error.response()(scope, receive, count_status)
@@ -49,7 +54,7 @@ class Gate:
             label = path if path in self._paths else _UNKNOWN_PATH
             self._state.metrics.http_requests.labels(label, str(status)).inc()
 
-    def _check(self, scope: Scope) -> None:
+    def _check_key(self, scope: Scope) -> None:
         if self._state.api_keys and not self._authorised(scope):
             raise ApiError(
                 401,
@@ -57,6 +62,8 @@ class Gate:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
+
+    def _check_service(self, scope: Scope) -> None:
         if scope["method"] == "POST" and (trouble := self._state.trouble()) is not None:
             raise unavailable(trouble)
 
