@@ -193,6 +193,9 @@ void Scheduler::add(const RequestSpec& spec) {
 }
 
 std::unique_ptr<Request> Scheduler::take_out(Request& request) {
+  // An infinite cache keeps answers, too: the next turn has this one's tokens in its prompt.
+  const auto blocks = static_cast<std::size_t>(request.computed / config_.block_tokens);
+  if (blocks > 0) seen_.see(std::span(request.hashes).first(std::min(blocks, request.hashes.size())));
   auto node = requests_.extract(request.id);
   if (request.deadline != kNever) deadlines_.erase({request.deadline, request.id});
   if (request.queued()) waiting_.erase(&request);  // not there while it follows another

@@ -71,7 +71,9 @@ def test_generated_tokens_are_reusable() -> None:
         first = prompt(100, 1)
         sim.answer(first, 50)
         answer = np.full(50, 7, np.int32)
-        assert sim.answer(joined(first, answer, prompt(50, 2))) == (100 + 49) // UNIT * UNIT
+        cached = sim.answer(joined(first, answer, prompt(50, 2)))
+        assert cached == (100 + 49) // UNIT * UNIT
+        assert sim.scheduler.stats()["ceiling_tokens"] == cached
 
 
 def test_no_state_is_published_before_its_step_was_applied() -> None:
