@@ -60,16 +60,7 @@ def test_reasoning_calls_and_their_results_are_shown_and_sent_back(
         [
             {"reasoning_content": "I need "},
             {"reasoning_content": "the weather."},
-            {
-                "tool_calls": [
-                    {
-                        "index": 0,
-                        "id": "c1",
-                        "type": "function",
-                        "function": {"name": "weather", "arguments": ""},
-                    }
-                ]
-            },
+            {"tool_calls": [begun]},
             {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
             {"tool_calls": [{"index": 0, "function": {"arguments": '"Oslo"}'}}]},
         ],
