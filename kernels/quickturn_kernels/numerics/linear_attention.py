@@ -279,6 +279,7 @@ def _step(rows: Rows, heads: Heads, normed: bool, generator: Generator, device: 
         scale=heads.key_dim**-0.5,
         gate=gate,
         norm_weight=torch.randn(heads.value_dim, generator=generator).to(device) if normed else None,
+        eps=1e-6,
         settled=device.type == "cuda",
     )
     # The convolution's result may be rounded to the other side.

@@ -1,0 +1,63 @@
+"""Linear attention in CUDA C++ for Hopper."""
+
+import torch
+from torch import Tensor
+
+from quickturn_kernels import cuda_build
+from quickturn_kernels.ops.linear_attention import hopper_step
+from quickturn_kernels.ops.linear_attention.reference import gated_delta_step as composed
+from quickturn_kernels.platform import HOPPER
+from quickturn_kernels.registry import Priority, register
+
+if cuda_build.available((9, 0)):
+
+    @register(
+        "gated_delta_step",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.bfloat16,),
+        traits={"head_dim": {hopper_step.HEAD_DIM}},
+        priority=Priority.SPECIALIZED,
+    )
+    def gated_delta_step(
+        qkv: Tensor,
+        conv_weight: Tensor,
+        conv_states: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        state_in: Tensor,
+        state_out: Tensor,
+        state_zero: Tensor,
+        key_heads: int,
+        scale: float,
+        conv_bias: Tensor | None,
+        gate: Tensor | None,
+        norm_weight: Tensor | None,
+        eps: float,
+        settled: bool,
+    ) -> Tensor:
+        """See `quickturn_kernels.gated_delta_step`. What the kernel can't do goes to the separate ops."""
+        ours = hopper_step.takes(qkv, conv_weight, conv_states, a, b, a_log, dt_bias, states, key_heads, gate)
+        return (hopper_step.launch if ours else composed)(
+            qkv,
+            conv_weight,
+            conv_states,
+            a,
+            b,
+            a_log,
+            dt_bias,
+            states,
+            state_in,
+            state_out,
+            state_zero,
+            key_heads,
+            scale,
+            conv_bias,
+            gate,
+            norm_weight,
+            eps,
+            settled,
+        )
