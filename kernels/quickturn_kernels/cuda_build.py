@@ -80,6 +80,7 @@ def build(capability: tuple[int, int]) -> Path:
         command = [
             nvcc,
             *_flags(capability),
+            "--threads=0",  # the files at once, on as many cores as there are
             "-shared",
             "-o",
             str(result),
