@@ -9,6 +9,12 @@ from quickturn_kernels.ops.activation import silu_and_mul
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
 from quickturn_kernels.ops.attention_step import rotary_attention_decode
 from quickturn_kernels.ops.batch import DecodeInputs, append_tokens, gather_decode
+from quickturn_kernels.ops.decode_stack import (
+    DecoderStack,
+    StackLayer,
+    decode_stack,
+    decode_stack_rows,
+)
 from quickturn_kernels.ops.embedding import embedding
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
@@ -54,6 +60,7 @@ __all__ = [
     "IN_PROMPT",
     "Boundaries",
     "DecodeInputs",
+    "DecoderStack",
     "ExpertWeights",
     "Implementation",
     "LinearWeight",
@@ -67,10 +74,13 @@ __all__ = [
     "SamplingTensors",
     "SharedExpert",
     "Signature",
+    "StackLayer",
     "add_rms_norm",
     "append_tokens",
     "causal_conv1d",
     "current",
+    "decode_stack",
+    "decode_stack_rows",
     "define",
     "describe",
     "embedding",

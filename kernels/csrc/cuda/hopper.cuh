@@ -196,4 +196,10 @@ __device__ __forceinline__ float rounded(float value) {
   return __uint_as_float(narrow2(0.f, value) & 0xFFFF0000u);
 }
 
+// silu(gate) * up, with gate, silu(gate) and up rounded to bfloat16 as separate kernels would leave them.
+__device__ __forceinline__ float gate_value(float gate, float up) {
+  gate = rounded(gate);
+  return rounded(gate / (1.f + __expf(-gate))) * rounded(up);
+}
+
 }  // namespace quickturn

@@ -44,11 +44,6 @@ struct Arguments {
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-__device__ __forceinline__ float gate_value(float gate, float up) {
-  gate = rounded(gate);
-  return rounded(gate / (1.f + __expf(-gate))) * rounded(up);
-}
-
 __device__ __forceinline__ void store4(const Arguments& args, int row, int feature, const float (&v)[4]) {
   const long long at = static_cast<long long>(row) * args.features + feature;
   const bool whole = feature + 4 <= args.features && args.features % 4 == 0;

@@ -10,6 +10,7 @@ from quickturn_kernels.numerics.attention import attention_cases
 from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.batch import batch_cases
 from quickturn_kernels.numerics.check import Case, Result, check, poisoned
+from quickturn_kernels.numerics.decode_stack import decode_stack_cases
 from quickturn_kernels.numerics.dense import dense_cases
 from quickturn_kernels.numerics.fp8 import fp8_cases
 from quickturn_kernels.numerics.linear_attention import linear_attention_cases
@@ -28,6 +29,7 @@ def cases() -> tuple[Case, ...]:
         *rotary_cases(),
         *attention_cases(),
         *attention_step_cases(),
+        *decode_stack_cases(),
         *linear_attention_cases(),
         *batch_cases(),
         *sampling_cases(),

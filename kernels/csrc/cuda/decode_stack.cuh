@@ -1,0 +1,419 @@
+// The parts of decode_stack.cu: what blocks send each other, the ring of weights, and one product.
+#pragma once
+#include "hopper.cuh"
+#include "warp_mma.cuh"
+
+namespace quickturn {
+
+// The weights of one decoder layer. Matrices [N, K] row-major; biases, q_norm and k_norm may be null.
+struct StackLayer {
+  const bf16 *qkv, *o, *gate_up, *down;
+  const bf16 *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
+  const bf16 *attn_norm, *mlp_norm, *q_norm, *k_norm;
+  bf16 *k_cache, *v_cache;
+};
+
+struct StackArguments {
+  const StackLayer* layers;  // [layer_count], device memory
+  const TensorMap* maps;     // [layer_count, 2]: keys, values
+  const bf16 *x, *norm, *head;
+  float* logits;  // [rows, vocab]
+  const int *tables, *lens;
+  const float* cos_sin;
+  unsigned* epoch;  // grows by layer_count a launch
+  // Packets, see below: [rows, features / 4] each; parts: [rows, blocks, 2, group, head_dim / 2 + 1].
+  uint4 *qkv, *parts, *attended, *branch, *activated, *mlp;
+  long long x_pitch, table_pitch, cos_sin_pitch, k_block_pitch, k_row_pitch, v_block_pitch, v_row_pitch;
+  float eps, scale_log2;
+  int layer_count, rows, hidden, heads, kv_heads, inner, vocab, block_tokens, window, stages;
+};
+
+namespace stack {
+
+constexpr int kWarps = 8;  // that compute; one more requests weights and keys
+constexpr int kComputing = kWarps * 32;
+constexpr int kMaxRows = 8;
+constexpr int kDim = 128;        // of a head
+constexpr int kGranule = 8;      // rows of a weight in one product, the N of the matrix instruction
+constexpr int kMaxChunk = 1024;  // columns of a granule that come together
+constexpr int kSlotBytes =
+    17408;  // of the ring: a granule's chunk, its rows padded; or a tile of keys and values
+constexpr int kMinStages = 3, kMaxStages = 13;
+constexpr int kBatch = 8;    // granules whose sums are finished together
+constexpr int kPackets = 8;  // that a thread waits for at a time
+constexpr int kPatience = 1 << 23;
+
+__device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// ---- Packets: 8 bytes of data that carry their own flag, so that a block learns of another's result by
+// reading the result. A buffer is written once a layer, with the layer's flag; each half of a packet is one
+// 64-bit access and so never torn.
+
+__device__ __forceinline__ void store_packet(uint4* to, uint32_t first, uint32_t second, unsigned flag) {
+  asm volatile(
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%1, %3};\nmov.b64 b, {%2, %3};\n"
+      "st.relaxed.gpu.global.v2.b64 [%0], {a, b};\n}\n" ::"l"(to),
+      "r"(first), "r"(second), "r"(flag)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_packet(const uint4* from) {
+  uint4 packet;
+  asm volatile(
+      "{\n.reg .b64 a, b;\nld.relaxed.gpu.global.v2.b64 {a, b}, [%4];\n"
+      "mov.b64 {%0, %1}, a;\nmov.b64 {%2, %3}, b;\n}\n"
+      : "=r"(packet.x), "=r"(packet.y), "=r"(packet.z), "=r"(packet.w)
+      : "l"(from)
+      : "memory");
+  return packet;
+}
+
+// Waits for the packets at `from[i]` that are not null.
+template <int kCount>
+__device__ __forceinline__ void await(uint2 (&data)[kCount], const uint4* const (&from)[kCount],
+                                      unsigned flag) {
+#pragma unroll 1
+  for (int tries = 0;; ++tries) {
+    bool ready = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (from[i] == nullptr) continue;
+      const uint4 packet = load_packet(from[i]);
+      data[i] = make_uint2(packet.x, packet.z);
+      ready &= packet.y == flag && packet.w == flag;
+    }
+    if (ready) return;
+    if (tries > kPatience) __trap();  // seconds: better an error than a GPU that never answers
+  }
+}
+
+__device__ __forceinline__ void unpack4(const uint2& packed, float (&value)[4]) {
+  value[0] = __uint_as_float(packed.x << 16);
+  value[1] = __uint_as_float(packed.x & 0xFFFF0000u);
+  value[2] = __uint_as_float(packed.y << 16);
+  value[3] = __uint_as_float(packed.y & 0xFFFF0000u);
+}
+
+__device__ __forceinline__ uint2 pack4(const float (&value)[4]) {
+  return make_uint2(narrow2(value[0], value[1]), narrow2(value[2], value[3]));
+}
+
+// ---- The ring of slots in shared memory, walked alike by who fills and who reads it
+
+struct Ring {
+  uint32_t slots, full, empty;
+  int stages, stage;
+  uint32_t parity;
+
+  __device__ __forceinline__ uint32_t slot() const { return slots + stage * kSlotBytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage * 8);
+    advance();
+  }
+};
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], "
+      "%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// c[8, 8] += a[8, 16] b[16, 8] in float32: the matrix instruction with the lower half of its rows left out.
+__device__ __forceinline__ void multiply_eight(float (&c)[2], uint32_t a0, uint32_t a1, uint32_t b0,
+                                               uint32_t b1) {
+  asm volatile(
+      "{\n.reg .f32 u, v;\n"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, u, v}, {%2, %4, %3, %4}, {%5, %6}, "
+      "{%0, %1, %7, %7};\n}\n"
+      : "+f"(c[0]), "+f"(c[1])
+      : "r"(a0), "r"(a1), "r"(0), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+struct Range {
+  int begin, end;
+};
+
+// The granules of this block.
+__device__ __forceinline__ Range own_share(int granules) {
+  const int block = blockIdx.x, blocks = gridDim.x;
+  return {static_cast<int>(static_cast<long long>(granules) * block / blocks),
+          static_cast<int>(static_cast<long long>(granules) * (block + 1) / blocks)};
+}
+
+__host__ __device__ constexpr int chunk_of(int columns) {
+  return columns % 1024 == 0 ? 1024 : columns % 768 == 0 ? 768 : columns % 512 == 0 ? 512 : 256;
+}
+
+__host__ __device__ constexpr int row_bytes(int columns) { return columns * 2 + 16; }
+
+// One matrix of the stack. Gated: a granule is four rows of the gate and the matching four of up, and
+// `features` counts those of the result, silu(gate) * up. Wide: the result goes to `logits` as float32.
+struct Matrix {
+  const bf16 *weight, *bias;
+  const bf16* norm;    // of its input; null: the input is multiplied as it comes
+  const uint4* input;  // packets; null: args.x
+  uint4* output;
+  unsigned input_flag, output_flag;
+  int features, columns;
+  bool gated, wide;
+
+  __device__ __forceinline__ int quads() const { return gated ? 1 : 2; }  // results of a granule, in fours
+  __device__ __forceinline__ Range own() const { return own_share(features / (quads() * 4)); }
+};
+
+constexpr int kMatrices = 4;  // of a layer; attention follows the first
+
+// Matrix `index` in the order of a step: four a layer, then the head. `before`: the epoch.
+__device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const StackLayer* layers, int index,
+                                            unsigned before) {
+  const int attended = args.heads * kDim;
+  const StackLayer& layer = layers[min(index / kMatrices, args.layer_count - 1)];
+  const unsigned flag = before + index / kMatrices + 1;
+  const uint4* stream = index > 0 ? args.mlp : nullptr;
+  if (index == kMatrices * args.layer_count)
+    return {args.head, nullptr,    args.norm,   stream, nullptr, flag - 1,
+            0,         args.vocab, args.hidden, false,  true};
+  switch (index % kMatrices) {
+    case 0:
+      return {layer.qkv,
+              layer.qkv_bias,
+              layer.attn_norm,
+              stream,
+              args.qkv,
+              flag - 1,
+              flag,
+              attended + 2 * args.kv_heads * kDim,
+              args.hidden,
+              false,
+              false};
+    case 1:
+      return {layer.o, layer.o_bias, nullptr,  args.attended, args.branch, flag,
+              flag,    args.hidden,  attended, false,         false};
+    case 2:
+      return {layer.gate_up, layer.gate_up_bias, layer.mlp_norm, args.branch, args.activated, flag,
+              flag,          args.inner,         args.hidden,    true,        false};
+    default:
+      return {layer.down, layer.down_bias, nullptr,    args.activated, args.mlp, flag,
+              flag,       args.hidden,     args.inner, false,          false};
+  }
+}
+
+// Requests a matrix's granules of this block; one warp.
+__device__ __forceinline__ void request(Ring& ring, const Matrix& matrix) {
+  const int lane = threadIdx.x % 32, columns = matrix.columns, chunk = chunk_of(columns);
+  const Range own = matrix.own();
+#pragma unroll 1
+  for (int granule = own.begin; granule < own.end; ++granule) {
+    int row = granule * kGranule + lane;
+    if (matrix.gated)
+      row = granule * (kGranule / 2) + lane + (lane < kGranule / 2 ? 0 : matrix.features - kGranule / 2);
+    const bf16* from = matrix.weight + static_cast<long long>(row) * columns;
+#pragma unroll 1
+    for (int column = 0; column < columns; column += chunk) {
+      barrier_wait(ring.empty + ring.stage * 8, ring.parity);
+      if (lane == 0) barrier_expect(ring.full + ring.stage * 8, kGranule * chunk * 2);
+      __syncwarp();
+      if (lane < kGranule)
+        copy_bytes(ring.slot() + lane * row_bytes(chunk), from + column, chunk * 2,
+                   ring.full + ring.stage * 8, kEvictFirst);
+      ring.advance();
+    }
+  }
+}
+
+// The product of all rows with this block's granules: each warp takes an eighth of every chunk's columns, and
+// the warps' sums meet in shared memory. x: [rows][row_bytes(columns)] bfloat16; `zeros`: 16 bytes of them.
+// sums: two buffers of kBatch * kWarps * rows * kGranule floats, used in turn.
+__device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, uint32_t x, uint32_t zeros,
+                                        float* sums, int rows, float* logits) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int columns = matrix.columns, chunk = chunk_of(columns), share = chunk / kWarps;
+  const Range own = matrix.own();
+  const int matrix_row = lane % 8, matrix_column = warp * share + lane / 8 * 8;
+  const uint32_t weight_at = matrix_row * row_bytes(chunk) + matrix_column * 2;
+  const uint32_t x_at = matrix_row < rows ? x + matrix_row * row_bytes(columns) + matrix_column * 2 : zeros;
+  const uint32_t x_step = matrix_row < rows ? 2 : 0;
+  // What this thread finishes: four results of one row and one granule of a batch.
+  const int quads = matrix.quads();
+  const int quad = matrix.gated ? 0 : threadIdx.x % 2, item = matrix.gated ? threadIdx.x : threadIdx.x / 2;
+  const int row = item % rows, mine = item / rows;
+  int buffer = 0;
+#pragma unroll 1
+  for (int first = own.begin; first < own.end; first += kBatch) {
+    const int count = min(kBatch, own.end - first);
+    const int feature = (first + mine) * (quads * 4) + quad * 4;
+    float value[2][4] = {};
+    if (matrix.bias != nullptr && mine < count) {
+      unpack4(__ldg(reinterpret_cast<const uint2*>(matrix.bias + feature)), value[0]);
+      if (matrix.gated)
+        unpack4(__ldg(reinterpret_cast<const uint2*>(matrix.bias + matrix.features + feature)), value[1]);
+    }
+    float* batch = sums + buffer * (kBatch * kWarps * rows * kGranule);
+#pragma unroll 1
+    for (int granule = 0; granule < count; ++granule) {
+      float sum[2][2] = {};
+#pragma unroll 1
+      for (int column = 0; column < columns; column += chunk) {
+        barrier_wait(ring.full + ring.stage * 8, ring.parity);
+        const uint32_t w = ring.slot() + weight_at, v = x_at + column * x_step;
+#pragma unroll
+        for (int step = 0; step < kMaxChunk / kWarps / 32; ++step) {
+          if (step * 32 >= share) break;
+          uint32_t a[4], b[4];
+          load_matrices(b, w + step * 64);
+          load_matrices(a, v + step * 32 * x_step);
+          multiply_eight(sum[0], a[0], a[1], b[0], b[1]);
+          multiply_eight(sum[1], a[2], a[3], b[2], b[3]);
+        }
+        ring.release();
+      }
+      if (lane / 4 < rows)
+        *reinterpret_cast<float2*>(batch + ((granule * kWarps + warp) * rows + lane / 4) * kGranule +
+                                   lane % 4 * 2) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+    }
+    sync_computing();
+    if (mine < count) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        if (part == 1 && !matrix.gated) break;
+        const float* from = batch + (mine * kWarps * rows + row) * kGranule + (part + quad) * 4;
+        float4 piece[kWarps];
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w)
+          piece[w] = *reinterpret_cast<const float4*>(from + w * rows * kGranule);
+        float total[4] = {};
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          total[0] += piece[w].x;
+          total[1] += piece[w].y;
+          total[2] += piece[w].z;
+          total[3] += piece[w].w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[part][i] += total[i];
+      }
+      if (matrix.gated) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[0][i] = gate_value(value[0][i], value[1][i]);
+      }
+      const long long at = static_cast<long long>(row) * matrix.features + feature;
+      if (matrix.wide) {
+        *reinterpret_cast<float4*>(logits + at) =
+            make_float4(value[0][0], value[0][1], value[0][2], value[0][3]);
+      } else {
+        const uint2 packed = pack4(value[0]);
+        store_packet(matrix.output + at / 4, packed.x, packed.y, matrix.output_flag);
+      }
+    }
+    buffer ^= 1;
+  }
+}
+
+// Waits for [rows, columns] as packets and lays them down as the operand of a product.
+__device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* x, int rows) {
+  const int columns = matrix.columns;
+  const uint4* packets = matrix.input;
+  const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
+#pragma unroll 1
+  for (int base = 0; base < rows * runs; base += kPackets) {
+    const uint4* from[kPackets];
+    unsigned char* to[kPackets];
+    uint2 data[kPackets];
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int row = (base + i) / runs, at = (base + i) % runs * kComputing + threadIdx.x;
+      from[i] = row < rows && at < width ? packets + row * width + at : nullptr;
+      to[i] = x + row * row_bytes(columns) + at * 8;
+    }
+    await(data, from, matrix.input_flag);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i)
+      if (from[i] != nullptr) *reinterpret_cast<uint2*>(to[i]) = data[i];
+  }
+}
+
+// residual += the matrix's input, or residual = `first` where that has none; and the norm of it as the
+// operand of the product. squares: [kMaxRows, kWarps] in shared memory.
+__device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x, bf16* residual,
+                                          float* squares, const bf16* first, long long first_pitch, float eps,
+                                          int rows) {
+  const int columns = matrix.columns;
+  const uint4* packets = matrix.input;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
+  uint2 by[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) {
+    const int at = i * kComputing + threadIdx.x;
+    if (at < width) by[i] = __ldg(reinterpret_cast<const uint2*>(matrix.norm) + at);
+  }
+  uint2* kept = reinterpret_cast<uint2*>(residual);
+#pragma unroll 1
+  for (int base = 0; base < rows * runs; base += kPackets) {
+    const uint4* from[kPackets];
+    uint2 data[kPackets];
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int row = (base + i) / runs, at = (base + i) % runs * kComputing + threadIdx.x;
+      const bool inside = row < rows && at < width;
+      from[i] = inside && packets != nullptr ? packets + row * width + at : nullptr;
+      if (inside && packets == nullptr)
+        data[i] = __ldcg(reinterpret_cast<const uint2*>(first + row * first_pitch) + at);
+    }
+    await(data, from, matrix.input_flag);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int row = (base + i) / runs, run = (base + i) % runs, at = run * kComputing + threadIdx.x;
+      if (row >= rows) continue;
+      float sum = 0.f;
+      if (at < width) {
+        float value[4];
+        unpack4(data[i], value);
+        if (packets != nullptr) {
+          float before[4];
+          unpack4(kept[row * width + at], before);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) value[k] = rounded(value[k] + before[k]);
+        }
+        kept[row * width + at] = pack4(value);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum += value[k] * value[k];
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) {
+        float* to = squares + row * kWarps + warp;
+        *to = run == 0 ? sum : *to + sum;
+      }
+    }
+  }
+  sync_computing();
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
+    const float scale = rsqrtf(sum / static_cast<float>(columns) + eps);
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int at = i * kComputing + threadIdx.x;
+      if (at >= width) continue;
+      float value[4], factor[4];
+      unpack4(kept[row * width + at], value);
+      unpack4(by[i], factor);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[k] = rounded(value[k] * scale) * factor[k];
+      *reinterpret_cast<uint2*>(x + row * row_bytes(columns) + at * 8) = pack4(value);
+    }
+  }
+}
+
+}  // namespace stack
+}  // namespace quickturn

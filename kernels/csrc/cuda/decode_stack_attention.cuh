@@ -1,0 +1,375 @@
+// Decode attention as one of the phases of decode_stack.cu.
+//
+// Each row is cut as if it were alone: the tiles of its kv heads form one line, a block takes an equal piece.
+// So a row's result doesn't depend on the other rows. Where several blocks share a head, they send their
+// parts as packets, and blocks that each own a quarter of a head's dims add them up.
+#pragma once
+#include "attention_decode.cuh"
+#include "decode_stack.cuh"
+
+namespace quickturn {
+namespace stack {
+
+constexpr int kKeys = 32;                 // of a tile: keys and values fill a slot
+constexpr int kQuarter = 32;              // dims that one block adds up
+constexpr int kPartPitch = kDim / 2 + 1;  // packets of a head's part: two floats each, then top and total
+constexpr int kTileBytes = kKeys * kDim * 2;
+
+// Of one row: the stored keys that it sees, [oldest, stored), and this block's piece of its line of tiles.
+struct Piece {
+  int context, oldest, stored, first_tile, tiles, size, begin, end;
+};
+
+__device__ __forceinline__ Piece piece_of(const StackArguments& args, int context) {
+  Piece piece;
+  piece.context = context;
+  piece.stored = context > 0 ? context - 1 : 0;  // the newest key doesn't go through the cache
+  piece.oldest = args.window > 0 && context > args.window ? context - args.window : 0;
+  if (piece.oldest >= piece.stored) piece.stored = 0;
+  piece.first_tile = piece.oldest / kKeys;
+  piece.tiles = max((piece.stored + kKeys - 1) / kKeys - piece.first_tile, 1);
+  const int line = piece.tiles * args.kv_heads, blocks = gridDim.x;
+  piece.size = (line + blocks - 1) / blocks;
+  piece.begin = min(static_cast<int>(blockIdx.x) * piece.size, line);
+  piece.end = min(piece.begin + piece.size, line);
+  return piece;
+}
+
+__device__ __forceinline__ void load_page(uint32_t to, const TensorMap* map, int column, int head, int offset,
+                                          int block, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
+      "%4, "
+      "%5}], [%6];" ::"r"(to),
+      "l"(map), "r"(column), "r"(head), "r"(offset), "r"(block), "r"(barrier)
+      : "memory");
+}
+
+// Requests the visible tiles of this block's pieces; one warp.
+__device__ __forceinline__ void request_keys(const StackArguments& args, Ring& ring, const TensorMap* maps,
+                                             const int* lens) {
+  const int lane = threadIdx.x % 32;
+  const int page = min(args.block_tokens, kKeys), pages = kKeys / page, ahead = 32 / pages;
+#pragma unroll 1
+  for (int row = 0; row < args.rows; ++row) {
+    const Piece piece = piece_of(args, lens[row]);
+    const int* table = args.tables + row * args.table_pitch;
+#pragma unroll 1
+    for (int at = piece.begin; at < piece.end;) {
+      const int head = at / piece.tiles, first = at % piece.tiles;
+      const int count = min(piece.tiles - first, piece.end - at);
+#pragma unroll 1
+      for (int done = 0; done < count; done += ahead) {
+        const int mine = (piece.first_tile + first + done) * kKeys + lane * page;
+        const bool visible = mine < piece.stored && mine + page > piece.oldest && done + lane / pages < count;
+        const int block = visible ? __ldcg(table + mine / args.block_tokens) : 0;
+#pragma unroll 1
+        for (int tile = 0; tile < ahead && done + tile < count; ++tile) {
+          const bool turn = visible && lane / pages == tile;
+          const int present = __popc(__ballot_sync(0xFFFFFFFFu, turn));
+          if (present == 0) continue;
+          const uint32_t full = ring.full + ring.stage * 8;
+          barrier_wait(ring.empty + ring.stage * 8, ring.parity);
+          if (lane == 0) barrier_expect(full, present * page * kDim * 2 * 2);
+          __syncwarp();
+          if (turn) {
+            const uint32_t to = ring.slot() + lane % pages * page * 128;
+#pragma unroll
+            for (int slice = 0; slice < kDim / kSliceColumns; ++slice) {
+              const uint32_t there = to + slice * kKeys * 128;
+              load_page(there, maps, slice * kSliceColumns, head, mine % args.block_tokens, block, full);
+              load_page(there + kTileBytes, maps + 1, slice * kSliceColumns, head, mine % args.block_tokens,
+                        block, full);
+            }
+          }
+          ring.advance();
+        }
+      }
+      at += count;
+    }
+  }
+}
+
+// Shared memory of the phase.
+struct Scratch {
+  unsigned char *query, *fresh_key, *fresh_value;  // tiles of 16 rows; fresh_value's other rows are finite
+  float* sums;                                     // [kWarps, group, kDim]
+  float2* stats;                                   // [kWarps, kQueryRows]
+  const float* angles;                             // [rows, kDim]
+};
+
+__host__ __device__ constexpr int scratch_bytes(int group) {
+  return 2 * kQueryRows * kDim * 2 + kWarps * (group * kDim * 4 + kQueryRows * 8);
+}
+
+// A head as another block sent it; `by` is the norm's weight or null.
+__device__ __forceinline__ void receive(Head<kDim>& head, const uint4* packets, const bf16* norm, float eps,
+                                        unsigned flag) {
+  const int lane = threadIdx.x % 32;
+  Head<kDim> by;
+  if (norm != nullptr) by.load(norm);
+  const uint4* const from[2] = {packets + lane / 2, packets + kDim / 8 + lane / 2};
+  uint2 data[2];
+  await(data, from, flag);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t word = lane % 2 ? data[half].y : data[half].x;
+    float(&value)[2] = half ? head.high : head.low;
+    value[0] = __uint_as_float(word << 16);
+    value[1] = __uint_as_float(word & 0xFFFF0000u);
+  }
+  if (norm == nullptr) return;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) squares += head.low[i] * head.low[i] + head.high[i] * head.high[i];
+  const float scale = rsqrtf(warp_sum(squares) / kDim + eps);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    head.low[i] = rounded(rounded(head.low[i] * scale) * by.low[i]);
+    head.high[i] = rounded(rounded(head.high[i] * scale) * by.high[i]);
+  }
+}
+
+// The running softmax of a warp over up to eight query heads: head lane / 4 is this lane's.
+struct Softmax8 {
+  float top, total, out[kDim / 8][2];
+
+  __device__ __forceinline__ void clear() {
+    top = kNone;
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) out[i][0] = out[i][1] = 0.f;
+  }
+
+  // 16 keys from row `at` of a tile of `rows` rows; those in [from, to), counted from `at`, are visible, and
+  // the values of the others must be finite.
+  __device__ __forceinline__ void add(uint32_t query, uint32_t keys, uint32_t values, int rows, int at,
+                                      int from, int to, float scale_log2) {
+    const int lane = threadIdx.x % 32;
+    float score[2][2][2] = {};
+    const int key_row = at + (lane & 7) + (lane >> 4) * 8, key_column = (lane >> 3 & 1) * 8;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; step += 2) {
+      uint32_t a[4];
+      load_matrices(a, query + swizzled(kQueryRows, lane & 7, step * 16 + (lane >> 3) * 8));
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32_t b[4];
+        load_matrices(b, keys + swizzled(rows, key_row, (step + odd) * 16 + key_column));
+        multiply_eight(score[odd][0], a[odd * 2], a[odd * 2 + 1], b[0], b[1]);
+        multiply_eight(score[odd][1], a[odd * 2], a[odd * 2 + 1], b[2], b[3]);
+      }
+    }
+    float best = top;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = half * 8 + lane % 4 * 2 + i;
+        const float sum = (score[0][half][i] + score[1][half][i]) * scale_log2;
+        score[0][half][i] = key >= from && key < to ? sum : kNone;
+        best = fmaxf(best, score[0][half][i]);
+      }
+    }
+    best = quad_max(best);  // finite: some key is visible
+    const float shrink = exp2_fast(top - best);
+    top = best;
+    total *= shrink;
+    uint32_t weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float low = exp2_fast(score[0][half][0] - best), high = exp2_fast(score[0][half][1] - best);
+      total += low + high;
+      weight[half] = narrow2(low, high);
+    }
+    const int value_row = at + (lane & 15), value_column = (lane >> 4) * 8;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      uint32_t b[4];
+      load_transposed(b, values + swizzled(rows, value_row, step * 16 + value_column));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float(&sum)[2] = out[step * 2 + half];
+        sum[0] *= shrink, sum[1] *= shrink;
+        multiply_eight(sum, weight[0], weight[1], b[half * 2], b[half * 2 + 1]);
+      }
+    }
+  }
+};
+
+// This row's query heads of one kv head into shared memory; with `newest` also its key and value, here and
+// in the cache.
+__device__ __forceinline__ void prepare(const StackArguments& args, const StackLayer& layer,
+                                        const Scratch& scratch, int row, int context, int kv_head,
+                                        bool newest, unsigned flag) {
+  const int warp = threadIdx.x / 32, group = args.heads / args.kv_heads;
+  const int width = (args.heads + 2 * args.kv_heads) * kDim / 4;
+  const uint4* packets = args.qkv + static_cast<long long>(row) * width;
+  const float* angles = scratch.angles + row * kDim;
+#pragma unroll 1
+  for (int member = warp; member < group; member += kWarps) {
+    Head<kDim> head;
+    receive(head, packets + (kv_head * group + member) * (kDim / 4), layer.q_norm, args.eps, flag);
+    head.rotate(angles);
+    head.put_swizzled(scratch.query, member);
+  }
+  if (!newest || context == 0 || warp < kWarps - 2) return;
+  const int position = context - 1, offset = position % args.block_tokens;
+  const long long block = __ldcg(args.tables + row * args.table_pitch + position / args.block_tokens);
+  Head<kDim> head;
+  if (warp == kWarps - 1) {
+    receive(head, packets + (args.heads + kv_head) * (kDim / 4), layer.k_norm, args.eps, flag);
+    head.rotate(angles);
+    head.put_swizzled(scratch.fresh_key, 0);
+    head.put(layer.k_cache + block * args.k_block_pitch + offset * args.k_row_pitch + kv_head * kDim);
+  } else {
+    receive(head, packets + (args.heads + args.kv_heads + kv_head) * (kDim / 4), nullptr, 0.f, flag);
+    head.put_swizzled(scratch.fresh_value, 0);
+    head.put(layer.v_cache + block * args.v_block_pitch + offset * args.v_row_pitch + kv_head * kDim);
+  }
+}
+
+// As in attention_decode.cu: values of this warp's 16 keys outside [from, to) become zero.
+__device__ __forceinline__ void clear_hidden(unsigned char* values, int at, int from, int to) {
+  for (int i = threadIdx.x % 32; i < 16 * kDim / 8; i += 32) {
+    const int key = i % 16, column = i / 16 * 8;
+    if (key < from || key >= to)
+      *reinterpret_cast<uint4*>(values + swizzled(kKeys, at + key, column)) = make_uint4(0, 0, 0, 0);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+}
+
+// The attention of this block's piece of one (row, kv head): `count` tiles from tile `first`.
+__device__ __forceinline__ void attend(const StackArguments& args, const StackLayer& layer, Ring& ring,
+                                       unsigned char* shared, const Scratch& scratch, int row,
+                                       const Piece& piece, int kv_head, int first, int count, bool second,
+                                       unsigned flag) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
+  const bool newest = first + count == piece.tiles;
+  prepare(args, layer, scratch, row, piece.context, kv_head, newest, flag);
+  sync_computing();
+  const uint32_t query = shared_address(scratch.query);
+  Softmax8 state;
+  state.clear();
+  if (warp == 0 && newest && piece.context > 0)
+    state.add(query, shared_address(scratch.fresh_key), shared_address(scratch.fresh_value), kQueryRows, 0, 0,
+              1, args.scale_log2);
+#pragma unroll 1
+  for (int tile = 0; tile < count; ++tile) {
+    const int start = (piece.first_tile + first + tile) * kKeys;
+    if (start >= piece.stored || start + kKeys <= piece.oldest) continue;
+    barrier_wait(ring.full + ring.stage * 8, ring.parity);
+    const int half = warp % 2 * 16;
+    const int from = max(piece.oldest - start - half, 0), to = min(piece.stored - start - half, 16);
+    if (tile % (kWarps / 2) == warp / 2 && from < to) {
+      if (from > 0 || to < 16) clear_hidden(shared + ring.stage * kSlotBytes + kTileBytes, half, from, to);
+      state.add(query, ring.slot(), ring.slot() + kTileBytes, kKeys, half, from, to, args.scale_log2);
+    }
+    ring.release();
+  }
+
+  // The warps' sums meet.
+  const int own = lane / 4;
+  const float all = quad_sum(state.total);
+  if (own < group) {
+    if (lane % 4 == 0) scratch.stats[warp * kQueryRows + own] = make_float2(state.top, all);
+    float* to = scratch.sums + (warp * group + own) * kDim + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i)
+      *reinterpret_cast<float2*>(to + i * 8) = make_float2(state.out[i][0], state.out[i][1]);
+  }
+  sync_computing();
+  const long long slot = (static_cast<long long>(row) * gridDim.x + blockIdx.x) * 2 + second;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < group * (kDim / 4); i += kComputing) {
+    const int member = i / (kDim / 4), vector = i % (kDim / 4);
+    float top = kNone, total = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, scratch.stats[w * kQueryRows + member].x);
+    float sum[4] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float2 one = scratch.stats[w * kQueryRows + member];
+      const float by = one.y > 0.f ? exp2_fast(one.x - top) : 0.f;
+      const float4 values =
+          reinterpret_cast<const float4*>(scratch.sums + (w * group + member) * kDim)[vector];
+      total += one.y * by;
+      sum[0] += values.x * by, sum[1] += values.y * by, sum[2] += values.z * by, sum[3] += values.w * by;
+    }
+    if (count == piece.tiles) {
+      const float by = total > 0.f ? 1.f / total : 0.f;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[k] *= by;
+      const uint2 packed = pack4(sum);
+      store_packet(args.attended +
+                       (static_cast<long long>(row) * args.heads + kv_head * group + member) * (kDim / 4) +
+                       vector,
+                   packed.x, packed.y, flag);
+    } else {
+      uint4* part = args.parts + (slot * group + member) * kPartPitch;
+      store_packet(part + vector * 2, __float_as_uint(sum[0]), __float_as_uint(sum[1]), flag);
+      store_packet(part + vector * 2 + 1, __float_as_uint(sum[2]), __float_as_uint(sum[3]), flag);
+      if (vector == 0) store_packet(part + kDim / 2, __float_as_uint(top), __float_as_uint(total), flag);
+    }
+  }
+  sync_computing();
+}
+
+// Adds up the parts of the heads that several blocks shared.
+__device__ __forceinline__ void combine(const StackArguments& args, const int* lens, float4* scratch,
+                                        unsigned flag) {
+  constexpr int kPairs = kQuarter / 2, kAtOnce = kComputing / kPairs;
+  const int group = args.heads / args.kv_heads, pair = threadIdx.x % kPairs;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < args.rows * args.heads * (kDim / kQuarter); unit += gridDim.x) {
+    const int quarter = unit % (kDim / kQuarter), head = unit / (kDim / kQuarter) % args.heads;
+    const int row = unit / (kDim / kQuarter) / args.heads;
+    const Piece piece = piece_of(args, lens[row]);
+    const int head_start = head / group * piece.tiles, first_block = head_start / piece.size;
+    const int parts = (head_start + piece.tiles - 1) / piece.size - first_block + 1;
+    if (parts == 1) continue;
+    float top = kNone, total = 0.f, sum[2] = {};
+#pragma unroll 1
+    for (int part = threadIdx.x / kPairs; part < parts; part += kAtOnce) {
+      const long long slot = (static_cast<long long>(row) * gridDim.x + first_block + part) * 2 +
+                             (part == 0 && head_start != first_block * piece.size);
+      const uint4* packets = args.parts + (slot * group + head % group) * kPartPitch;
+      const uint4* const from[2] = {packets + quarter * kPairs + pair, packets + kDim / 2};
+      uint2 data[2];
+      await(data, from, flag);
+      const float part_top = __uint_as_float(data[1].x), part_total = __uint_as_float(data[1].y);
+      if (part_total <= 0.f) continue;
+      const float best = fmaxf(top, part_top);
+      const float shrink = exp2_fast(top - best), by = exp2_fast(part_top - best);
+      top = best;
+      total = total * shrink + part_total * by;
+      sum[0] = sum[0] * shrink + __uint_as_float(data[0].x) * by;
+      sum[1] = sum[1] * shrink + __uint_as_float(data[0].y) * by;
+    }
+    scratch[threadIdx.x] = make_float4(top, total, sum[0], sum[1]);
+    sync_computing();
+    if (threadIdx.x < 32) {
+      float best = kNone;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) best = fmaxf(best, scratch[i * kPairs + pair].x);
+      float whole = 0.f, low = 0.f, high = 0.f;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float4 one = scratch[i * kPairs + pair];
+        const float by = one.y > 0.f ? exp2_fast(one.x - best) : 0.f;
+        whole += one.y * by, low += one.z * by, high += one.w * by;
+      }
+      const float by = whole > 0.f ? 1.f / whole : 0.f;
+      const uint32_t mine = narrow2(low * by, high * by), other = __shfl_down_sync(0xFFFFFFFFu, mine, 1);
+      if (threadIdx.x < kPairs && pair % 2 == 0)
+        store_packet(args.attended + (static_cast<long long>(row) * args.heads + head) * (kDim / 4) +
+                         quarter * (kQuarter / 4) + pair / 2,
+                     mine, other, flag);
+    }
+    sync_computing();
+  }
+}
+
+}  // namespace stack
+}  // namespace quickturn
