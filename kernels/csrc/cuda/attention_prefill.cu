@@ -20,6 +20,8 @@ constexpr int kSharedLimit = 232448;
 template <int kDim_, int kKeys_, int kSlots_, bool kHalf_>
 struct Form {
   static constexpr int kDim = kDim_, kKeys = kKeys_, kSlots = kSlots_;
+  // Of a computing thread and of a requesting one; 65,536 in all.
+  static constexpr int kRegisters = kDim > 128 ? 224 : 208, kFewRegisters = kDim > 128 ? 56 : 88;
   static constexpr bool kHalf = kHalf_;
   static constexpr int kSlices = kDim / kSliceColumns;
   static constexpr int kQueryBytes = kTileRows * kDim * 2;
@@ -68,9 +70,9 @@ struct Place {
 // each requests the pages whose entries it holds. Pages that nobody sees are asked for as block -1: the copy
 // engine writes zeros.
 template <typename F>
-__device__ void request(const PrefillArguments& args, const TensorMap* q_map, const TensorMap* k_map,
-                        const TensorMap* v_map, const int* ends, uint32_t shared, const Barriers& barriers,
-                        Segment* told) {
+__device__ __forceinline__ void request(const PrefillArguments& args, const TensorMap* q_map,
+                                        const TensorMap* k_map, const TensorMap* v_map, const int* ends,
+                                        uint32_t shared, const Barriers& barriers, Segment* told) {
   const int lane = threadIdx.x % 32;
   const int line = ends[args.rows], pieces = gridDim.x * args.rounds;
   const int piece_units = max((line + pieces - 1) / pieces, args.least_piece);
@@ -79,61 +81,58 @@ __device__ void request(const PrefillArguments& args, const TensorMap* q_map, co
   Place<F::kSlots> place(1);
   uint32_t query_parity = 1;
 
-  const auto tell = [&](const Segment& segment, int query_bytes) {
-    barrier_wait(barriers.query_empty, query_parity);
-    query_parity ^= 1;
-    if (lane == 0) {
-      told[query_parity] = segment;
-      if (query_bytes > 0)
-        barrier_expect(barriers.query_full, query_bytes);
-      else
-        barrier_arrive(barriers.query_full);
-    }
-    __syncwarp();
-    if (query_bytes > 0 && lane < F::kSlices)
-      load_queries(shared + lane * F::kQuerySlice, q_map, lane * kSliceColumns, segment.head * args.group,
-                   segment.token, barriers.query_full);
-  };
-
-  Segment segment;
-  for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
-    const int piece_start = piece * piece_units;
-    if (piece_start >= line) break;
-    const int piece_end = min(piece_start + piece_units, line);
+  for (int piece = blockIdx.x; piece * piece_units < line && piece < pieces; piece += gridDim.x) {
+    const int piece_start = piece * piece_units, piece_end = min(piece_start + piece_units, line);
     Cursor cursor = find<F::kKeys>(args, ends, piece_start);
     for (int at = piece_start;;) {
-      const TileKeys& keys = cursor.keys;
-      const int real = keys.real(), tile_start = at - cursor.within;
-      if (cursor.within < real) {
-        segment.token = cursor.tokens.first + cursor.tile * args.tile_tokens;
-        segment.tokens = min(args.tile_tokens, cursor.tokens.length - cursor.tile * args.tile_tokens);
-        segment.position = cursor.tokens.context - cursor.tokens.length + cursor.tile * args.tile_tokens;
-        segment.head = cursor.head;
-        segment.context = cursor.tokens.context;
-        segment.oldest = keys.oldest;
-        segment.first = keys.first + cursor.within;
-        segment.count = min(min(real - cursor.within, piece_end - at), keys.count);
-        segment.first_piece = tile_start / piece_units;
-        segment.part = piece - segment.first_piece;
-        segment.parts = (tile_start + real - 1) / piece_units - segment.first_piece + 1;
-        segment.slot = piece * 2 + (at != piece_start);
-        tell(segment, segment.count > 0 ? args.tile_tokens * args.group * F::kDim * 2 : 0);
+      const int tile_start = at - cursor.within;
+      if (cursor.within < cursor.keys.real()) {
+        const int seen = min(min(cursor.keys.real() - cursor.within, piece_end - at), cursor.keys.count);
+        const int first = cursor.keys.first + cursor.within;
+        const int token = cursor.tile * args.tile_tokens;
+        barrier_wait(barriers.query_empty, query_parity);
+        query_parity ^= 1;
+        if (lane == 0) {
+          Segment& segment = told[query_parity];
+          segment.token = cursor.tokens.first + token;
+          segment.tokens = min(args.tile_tokens, cursor.tokens.length - token);
+          segment.position = cursor.tokens.context - cursor.tokens.length + token;
+          segment.head = cursor.head;
+          segment.context = cursor.tokens.context;
+          segment.oldest = cursor.keys.oldest;
+          segment.first = first;
+          segment.count = seen;
+          const int first_piece = tile_start / piece_units;
+          segment.part = piece - first_piece;
+          segment.parts = (tile_start + cursor.keys.real() - 1) / piece_units - first_piece + 1;
+          segment.first_piece = first_piece;
+          segment.slot = piece * 2 + (at != piece_start);
+          if (seen > 0)
+            barrier_expect(barriers.query_full, args.tile_tokens * args.group * F::kDim * 2);
+          else
+            barrier_arrive(barriers.query_full);
+        }
+        __syncwarp();
+        if (seen > 0 && lane < F::kSlices)
+          load_queries(shared + lane * F::kQuerySlice, q_map, lane * kSliceColumns, cursor.head * args.group,
+                       cursor.tokens.first + token, barriers.query_full);
 
         const int* table = args.tables + cursor.row * args.table_pitch;
-        const int end = min(segment.position + segment.tokens, segment.context);
+        const int end =
+            min((first + seen) * F::kKeys, cursor.tokens.context - cursor.tokens.length +
+                                               min(token + args.tile_tokens, cursor.tokens.length));
         int now = -1, before = -1;
-        for (int tile = 0; tile <= segment.count && segment.count > 0; ++tile) {
+        for (int tile = 0; tile <= seen && seen > 0; ++tile) {
           const int turn = tile % ahead;
           if (turn == 0) {
             before = now;
-            const int key = (segment.first + tile) * F::kKeys + my_key;
-            now = tile + my_tile < segment.count && key < end && key + args.box > segment.oldest
-                      ? __ldg(table + key / args.block_tokens)
-                      : -1;
+            const int key = (first + tile) * F::kKeys + my_key;
+            now = key < end && key + args.box > cursor.keys.oldest ? __ldg(table + key / args.block_tokens)
+                                                                   : -1;
           }
 #pragma unroll
           for (int kind = 0; kind < 2; ++kind) {  // keys, then the values of the tile before
-            if (kind == 0 ? tile == segment.count : tile == 0) continue;
+            if (kind == 0 ? tile == seen : tile == 0) continue;
             const int owner = kind == 0 ? turn : (tile - 1) % ahead;
             const uint32_t full = barriers.full + place.slot * 8;
             barrier_wait(barriers.empty + place.slot * 8, place.parity);
@@ -141,25 +140,28 @@ __device__ void request(const PrefillArguments& args, const TensorMap* q_map, co
             __syncwarp();
             if (my_tile == owner) {
               const int block = kind == 1 && turn == 0 ? before : now;
-              const int key = (segment.first + tile - kind) * F::kKeys + my_key % F::kKeys;
-              const uint32_t to =
-                  shared + F::kQueryBytes + place.slot * F::kSlotBytes + my_key % F::kKeys * 128;
+              const int offset = my_key % F::kKeys;
+              const int key = (first + tile - kind) * F::kKeys + offset;
+              const uint32_t to = shared + F::kQueryBytes + place.slot * F::kSlotBytes + offset * 128;
 #pragma unroll
               for (int slice = 0; slice < F::kSlices; ++slice)
                 load_page(to + slice * F::kSlotSlice, kind == 0 ? k_map : v_map, slice * kSliceColumns,
-                          segment.head, key % args.block_tokens, block, full);
+                          cursor.head, key % args.block_tokens, block, full);
             }
             place.next();
           }
         }
       }
-      at = tile_start + keys.units();
+      at = tile_start + cursor.keys.units();
       if (at >= piece_end) break;
       advance<F::kKeys>(args, cursor);
     }
   }
-  segment.token = -1;
-  tell(segment, 0);
+  barrier_wait(barriers.query_empty, query_parity);
+  if (lane == 0) {
+    told[query_parity ^ 1].token = -1;
+    barrier_arrive(barriers.query_full);
+  }
 }
 
 template <bool kHalf>
@@ -458,10 +460,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   count_units<F::kKeys>(args, ends);
 
   if (threadIdx.x >= kComputing) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(F::kFewRegisters));
     if (threadIdx.x < kComputing + 32) request<F>(args, &q_map, &k_map, &v_map, ends, shared, barriers, told);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(F::kRegisters));
     compute<F>(args, shared, barriers, told, words + threadIdx.x / 128);
   }
 }

@@ -222,6 +222,7 @@ struct Running {
     }
 #pragma unroll
     for (int i = 0; i < kDim / 8; ++i) {
+      if (i % 8 == 0) __syncwarp();  // more loads in flight would take the registers of the sums
       const float4 other = __ldcg(from + (i + 1) * 128);
       float* sum = out + i * 4;
       sum[0] = __fadd_rn(__fmul_rn(sum[0], mine[0]), __fmul_rn(other.x, theirs[0]));
