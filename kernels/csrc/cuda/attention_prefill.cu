@@ -174,15 +174,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // scores = queries keys^T; begins, doesn't wait.
 template <typename F>
-__device__ __forceinline__ void multiply_keys(float (&scores)[F::kKeys / 2], uint32_t queries,
+__device__ __forceinline__ void multiply_keys(float (&scores)[F::kKeys / 2], uint64_t queries,
                                               uint32_t keys) {
+  const uint64_t b = operand(keys);
   products_begin();
 #pragma unroll
   for (int slice = 0; slice < F::kSlices; ++slice)
 #pragma unroll
     for (int step = 0; step < kSliceColumns / 16; ++step)
-      ScoreProduct<F::kKeys, F::kHalf>::run(scores, operand(queries + slice * F::kQuerySlice + step * 32),
-                                            operand(keys + slice * F::kSlotSlice + step * 32),
+      ScoreProduct<F::kKeys, F::kHalf>::run(scores, further(queries, slice * F::kQuerySlice + step * 32),
+                                            further(b, slice * F::kSlotSlice + step * 32),
                                             slice > 0 || step > 0);
   products_commit();
 }
@@ -191,11 +192,11 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[F::kKeys / 2], uin
 template <typename F>
 __device__ __forceinline__ void multiply_values(float (&out)[F::kDim / 2],
                                                 const uint32_t (&weights)[F::kKeys / 4], uint32_t values) {
+  const uint64_t b = transposed_operand(values, F::kSlotSlice);
   products_begin();
 #pragma unroll
   for (int step = 0; step < F::kKeys / 16; ++step)
-    OutputProduct<F::kDim, F::kHalf>::run(out, weights + step * 4,
-                                          transposed_operand(values + step * 16 * 128, F::kSlotSlice), 1);
+    OutputProduct<F::kDim, F::kHalf>::run(out, weights + step * 4, further(b, step * 16 * 128), 1);
   products_commit();
 }
 
@@ -346,8 +347,9 @@ template <typename F>
 __device__ __forceinline__ void compute(const PrefillArguments& args, uint32_t shared,
                                         const Barriers& barriers, const Segment* told, volatile int* word) {
   constexpr int kKeys = F::kKeys, kDim = F::kDim;
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const uint32_t queries = shared + group * kGroupRows * 128, ring = shared + F::kQueryBytes;
+  const int group = uniform(threadIdx.x / 128), lane = threadIdx.x % 32;
+  const uint64_t queries = operand(shared + group * kGroupRows * 128);
+  const uint32_t ring = shared + F::kQueryBytes;
   Place<F::kSlots> place(0);
   uint32_t query_parity = 0;
 
@@ -365,7 +367,7 @@ __device__ __forceinline__ void compute(const PrefillArguments& args, uint32_t s
     const Segment& segment = told[query_parity];
     query_parity ^= 1;
     if (segment.token < 0) break;
-    const int count = segment.count;
+    const int count = uniform(segment.count);
     Running<kDim> state;
     state.clear();
     if (count == 0) {

@@ -12,6 +12,15 @@ __device__ __forceinline__ uint64_t transposed_operand(uint32_t address, uint32_
          (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 62);
 }
 
+// The descriptor of what lies `bytes` further, a multiple of 16.
+__device__ __forceinline__ uint64_t further(uint64_t operand, int bytes) {
+  const uint32_t low = static_cast<uint32_t>(operand) + static_cast<uint32_t>(bytes >> 4);
+  return (operand & 0xFFFFFFFF00000000ull) | low;
+}
+
+// Tells the compiler that a value is the same in the whole warp.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xFFFFFFFFu, value, 0); }
+
 // Keeps the compiler from moving uses of registers that products write across this point.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&d)[kCount]) {
