@@ -125,6 +125,19 @@ def test_norm_is_the_reference_to_the_bit_of_the_residual(rows: int, width: int)
 
 
 @needs_hopper
+def test_norm_with_a_float32_weight_rounds_once() -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    x = torch.randn(7, 4096, device="cuda", generator=generator).bfloat16()
+    weight = 1 + 0.3 * torch.randn(4096, device="cuda", generator=generator)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    with kernels.use(rms_norm="hopper"):
+        got = kernels.rms_norm(x, weight, 1e-6)
+    assert got.dtype == x.dtype
+    # Half a unit in the last place of bfloat16, and a little for the float32 arithmetic.
+    assert bool(((got.double() - exact).abs() <= exact.abs() * 2.0**-8 * 1.01).all())
+
+
+@needs_hopper
 def test_dependent_launches_see_the_results_ahead() -> None:
     """A long chain in a graph, each kernel allowed to start before the one ahead has finished."""
     weights = [_operands(1, 4096, 4096, seed)[1] for seed in range(12)]

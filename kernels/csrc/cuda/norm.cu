@@ -12,8 +12,8 @@ constexpr int kMaxVectors = 2;  // of 8 elements, a thread
 
 struct NormArguments {
   const uint4* x;
-  uint4* residual;  // null: only the norm of x
-  const uint4* weight;
+  uint4* residual;     // null: only the norm of x
+  const void* weight;  // bfloat16, or float32
   uint4* out;
   long long x_pitch, residual_pitch;  // in vectors
   int vectors;                        // of a row
@@ -34,14 +34,43 @@ __device__ __forceinline__ uint4 pack(const float (&value)[8]) {
                     narrow2(value[6], value[7]));
 }
 
+// Eight elements of the weight as they come: 16 bytes, or 32 with kWide.
+template <bool kWide>
+struct Factors {
+  uint4 parts[kWide ? 2 : 1];
+
+  __device__ __forceinline__ void load(const void* weight, int at) {
+#pragma unroll
+    for (int i = 0; i < (kWide ? 2 : 1); ++i)
+      parts[i] = static_cast<const uint4*>(weight)[at * (kWide ? 2 : 1) + i];
+  }
+
+  // The normed values times the weight. A float32 weight multiplies before anything is rounded, one of
+  // bfloat16 after.
+  __device__ __forceinline__ void apply(float (&value)[8], float scale) const {
+    if constexpr (kWide) {
+      const uint32_t words[8] = {parts[0].x, parts[0].y, parts[0].z, parts[0].w,
+                                 parts[1].x, parts[1].y, parts[1].z, parts[1].w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * __uint_as_float(words[i]);
+    } else {
+      float by[8];
+      unpack(parts[0], by);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[i] = rounded(value[i] * scale) * by[i];
+    }
+  }
+};
+
+template <bool kWide>
 __global__ void __launch_bounds__(1024) norm_row(const NormArguments args) {
   __shared__ float partial[32];
   let_dependents_start();
-  uint4 weight[kMaxVectors];
+  Factors<kWide> weight[kMaxVectors];
 #pragma unroll
   for (int v = 0; v < kMaxVectors; ++v) {
     const int at = threadIdx.x + v * blockDim.x;
-    if (at < args.vectors) weight[v] = args.weight[at];
+    if (at < args.vectors) weight[v].load(args.weight, at);
   }
   wait_for_predecessors();
   const long long row = blockIdx.x;
@@ -78,10 +107,7 @@ __global__ void __launch_bounds__(1024) norm_row(const NormArguments args) {
   for (int v = 0; v < kMaxVectors; ++v) {
     const int at = threadIdx.x + v * blockDim.x;
     if (at >= args.vectors) continue;
-    float by[8];
-    unpack(weight[v], by);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) value[v][i] = rounded(value[v][i] * scale) * by[i];
+    weight[v].apply(value[v], scale);
     args.out[row * args.vectors + at] = pack(value[v]);
   }
 }
@@ -89,18 +115,18 @@ __global__ void __launch_bounds__(1024) norm_row(const NormArguments args) {
 }  // namespace
 }  // namespace quickturn
 
-// x, residual: [rows, width] bfloat16, pitches in elements; residual null for the plain norm. weight [width],
-// out [rows, width]. Width and pitches are multiples of 8, width at most 16,384, pointers 16-byte aligned.
-// Returns a cudaError_t.
+// x, residual: [rows, width] bfloat16, pitches in elements; residual null for the plain norm. weight [width]
+// bfloat16, or float32 with `wide`; out [rows, width]. Width and pitches are multiples of 8, width at most
+// 16,384, pointers 16-byte aligned. Returns a cudaError_t.
 extern "C" int quickturn_rms_norm(const void* x, long long x_pitch, void* residual, long long residual_pitch,
-                                  const void* weight, void* out, int rows, int width, float eps, int early,
-                                  void* stream) {
+                                  const void* weight, int wide, void* out, int rows, int width, float eps,
+                                  int early, void* stream) {
   using namespace quickturn;
   if (width % 8 || x_pitch % 8 || residual_pitch % 8 || width > 8 * kMaxVectors * 1024)
     return cudaErrorInvalidValue;
   NormArguments args{static_cast<const uint4*>(x),
                      static_cast<uint4*>(residual),
-                     static_cast<const uint4*>(weight),
+                     weight,
                      static_cast<uint4*>(out),
                      x_pitch / 8,
                      residual_pitch / 8,
@@ -109,7 +135,8 @@ extern "C" int quickturn_rms_norm(const void* x, long long x_pitch, void* residu
                      eps};
   // As in linear.cu: a different division of the multiprocessor's memory would keep the product behind from
   // starting early.
-  const cudaError_t error = cudaFuncSetAttribute(norm_row, cudaFuncAttributePreferredSharedMemoryCarveout,
+  const auto kernel = wide ? norm_row<true> : norm_row<false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                  cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute;
@@ -122,5 +149,5 @@ extern "C" int quickturn_rms_norm(const void* x, long long x_pitch, void* residu
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, norm_row, args);
+  return cudaLaunchKernelEx(&config, kernel, args);
 }

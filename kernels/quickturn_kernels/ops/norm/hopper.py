@@ -46,7 +46,8 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and weight.dtype == x.dtype
+        and weight.dtype in (x.dtype, torch.float32)
+        and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
     )
 
@@ -62,6 +63,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> T
         None if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         weight.data_ptr(),
+        weight.dtype == torch.float32,
         out.data_ptr(),
         rows,
         width,
@@ -84,6 +86,7 @@ def _function(device: torch.device) -> "ctypes._FuncPointer":
         pointer,
         long,
         pointer,
+        whole,
         pointer,
         whole,
         whole,
