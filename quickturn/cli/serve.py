@@ -31,6 +31,12 @@ def serve(
     max_step_tokens: options.MaxStepTokens = 2048,
     block_tokens: options.BlockTokens = 64,
     prefix_cache: options.PrefixCache = True,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="How the model writes tool calls; auto goes by its chat template.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="How the model writes what it thinks; auto goes by its chat template.")
+    ] = "auto",
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", min=0)
     ] = 30.0,
@@ -61,7 +67,14 @@ def serve(
         raise typer.BadParameter(f"{log_level!r} is no log level", param_hint="--log-level")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     serve_config = serving.ServeConfig(
-        host, port, frozenset(api_key or ()), shutdown_timeout, core=core, log_level=log_level
+        host,
+        port,
+        frozenset(api_key or ()),
+        shutdown_timeout,
+        core=core,
+        log_level=log_level,
+        tool_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
     )
     with StartDisplay() as display:
 

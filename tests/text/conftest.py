@@ -9,7 +9,7 @@ from quickturn.files.resolve import embedded_model
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer
 
 # Other work on the machine must not fail a test.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, print_blob=True)
 settings.load_profile("patient")
 
 

@@ -39,9 +39,7 @@ def pieces(sequence: Sequence[int] | str, at: list[int]) -> list[Sequence[int] |
     return [sequence[start:end] for start, end in pairwise(edges)]
 
 
-def run(
-    tokens: list[int], at: list[int], sampling: SamplingParams, finish: str = "length"
-) -> list[NewText]:
+def run(tokens: list[int], at: list[int], sampling: SamplingParams, finish: str = "length") -> list[NewText]:
     """Push tokens in pieces until the answer ends."""
     detokenizer = Detokenizer(TOKENIZER, sampling)
     parts = pieces(tokens, at)

@@ -16,12 +16,14 @@ def read_answer(
         yield from _thought(parsing, tools, reasoning)
     elif reasoning is not None and not _is_token(parsing, reasoning.open):
         yield from _opening_thought(parsing, tools, reasoning)
-    if tools is not None and tools.at_start is not None:
-        yield from tools.at_start(parsing)
     openers = {parsing.spell(opener): opener for opener in (tools.openers if tools else ())}
     thoughts = _thought_markers(parsing, reasoning)
+    may_start = True
     while True:
+        if tools is not None and tools.at_start is not None and may_start:
+            yield from tools.at_start(parsing)
         found = yield from _text(parsing, (*openers, *thoughts))
+        may_start = found in thoughts and not parsing.out.wrote_text
         if not found:
             return
         if found in openers:
@@ -90,7 +92,8 @@ def _call_in_thought(parsing: Parsing, tools: ToolFormat, spelled: str, opener: 
     trial = Output(out.alphabet, tuple(out.tools.values()), out.new_id)
     reader.record()
     yield from reader.skip()
-    if (yield from reader.peek()) in tools.first:
+    first = yield from reader.peek()
+    if first and (tools.first is None or first in tools.first):
         yield from tools.section(parsing.on(trial), opener)
         yield from reader.skip()
         at_end = not (yield from reader.peek())

@@ -52,8 +52,9 @@ class Reader:
         assert not self._logs
         self.buffer = text + self.buffer
 
-    def until(self, markers: Sequence[str], sink: Sink) -> Steps[str]:
-        """Give text to `sink` up to the first of `markers`, consume that too, and return it; '' at the end.
+    def until(self, markers: Sequence[str], sink: Sink, keep: bool = False) -> Steps[str]:
+        """Give text to `sink` up to the first of `markers`, consume that too (unless `keep`), and return it;
+        '' at the end.
 
         The marker that starts first counts, of those the longest. Text that may still become one is held
         back.
@@ -66,7 +67,7 @@ class Reader:
                 text = self.take(start)
                 if text:
                     sink(text)
-                return self.take(len(found))
+                return found if keep else self.take(len(found))
             text = self.take(len(self.buffer) - (0 if self.ended else held))
             if text:
                 sink(text)
@@ -74,10 +75,10 @@ class Reader:
                 return ""
             yield
 
-    def take_until(self, markers: Sequence[str]) -> Steps[tuple[str, str]]:
-        """The text before the first of `markers` and that marker ('' at the end), both consumed."""
+    def take_until(self, markers: Sequence[str], keep: bool = False) -> Steps[tuple[str, str]]:
+        """The text before the first of `markers`, and that marker, consumed as `until` does."""
         parts: list[str] = []
-        found = yield from self.until(markers, parts.append)
+        found = yield from self.until(markers, parts.append, keep)
         return "".join(parts), found
 
     def peek(self) -> Steps[str]:

@@ -1,8 +1,9 @@
 """One call as a JSON object with a name and arguments, which several families write."""
 
 from quickturn.text.parsing.formats import Parsing
-from quickturn.text.parsing.json_stream import loads, skip_space, stream_value, take_string, take_value
+from quickturn.text.parsing.json_stream import skip_space, take_string, take_value
 from quickturn.text.parsing.reader import Steps
+from quickturn.text.tool_calls.json_arguments import as_object, read_arguments
 
 _NAME = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
@@ -37,7 +38,7 @@ def read_call_object(parsing: Parsing, known_only: bool = False) -> Steps[bool]:
         elif key in _ARGUMENTS and name is not None and not started:
             started = True
             out.start_call(name, id)
-            yield from _stream_arguments(parsing)
+            yield from read_arguments(parsing)
         elif key in _ARGUMENTS and not started:
             pending = yield from take_value(reader)
         elif key == "id":
@@ -48,21 +49,6 @@ def read_call_object(parsing: Parsing, known_only: bool = False) -> Steps[bool]:
         return False
     if not started:
         out.start_call(name, id)
-        out.arguments(_as_object(pending))
+        out.arguments(as_object(pending))
     out.end_call()
     return True
-
-
-def _stream_arguments(parsing: Parsing) -> Steps[None]:
-    if (yield from parsing.reader.peek()) == "{":
-        yield from stream_value(parsing.reader, parsing.out.arguments)
-    else:
-        parsing.out.arguments(_as_object((yield from take_value(parsing.reader))))
-
-
-def _as_object(text: str) -> str:
-    """Arguments that aren't written as an object: null is none, a string holds them as JSON."""
-    value = loads(text)
-    if value is None:
-        return "" if text in ("", "null") else text
-    return (value if value.strip() else "") if isinstance(value, str) else text
