@@ -184,6 +184,7 @@ class EngineClient:
         session: str = "",
         cache_salt: str = "",
         deadline: float | None = None,
+        retention: float = 0.0,
     ) -> RequestStream:
         """Start a request over `tokens` (int32 little-endian). Raises EngineDied when there is no engine to
         take it."""
@@ -201,6 +202,7 @@ class EngineClient:
                 session=session,
                 cache_salt=cache_salt,
                 deadline=deadline,
+                retention=retention,
             )
         )
         self._streams[stream.id] = stream

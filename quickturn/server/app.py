@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quickturn.server.anthropic_messages import count_tokens, messages
 from quickturn.server.dashboard import dashboard_state, page, static_file
 from quickturn.server.errors import ApiError
 from quickturn.server.gate import Gate
@@ -23,6 +24,8 @@ log = logging.getLogger("quickturn.server")
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{model:path}", models, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
@@ -52,13 +55,15 @@ def build_app(state: ServerState) -> Starlette:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = {404: f"there is no path {request.url.path}", 405: f"{request.method} is not allowed here"}
-    return ApiError(error.status_code, message.get(error.status_code, error.detail)).response()
+    return ApiError(error.status_code, message.get(error.status_code, error.detail)).response(
+        request.url.path
+    )
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -67,4 +72,6 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(500, "internal error; the server's log has the details", kind="server_error").response()
+    return ApiError(500, "internal error; the server's log has the details", kind="server_error").response(
+        request.url.path
+    )

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API shapes them, with a message that says what to change."""
+"""Errors as the APIs shape them, with a message that says what to change."""
 
 import re
 from typing import Any
@@ -7,6 +7,16 @@ import msgspec
 from starlette.responses import Response
 
 _PLACE = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<place>[^`]*)`$", re.DOTALL)
+
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -34,10 +44,17 @@ class ApiError(Exception):
             "error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code},
         }
 
-    def response(self) -> Response:
-        """The whole HTTP answer."""
+    def response(self, path: str) -> Response:
+        """The whole HTTP answer, in the shape of the API that `path` belongs to."""
         headers = {"Retry-After": "5"} if self.status == 503 else None
-        return Response(msgspec.json.encode(self.body()), self.status, headers, media_type="application/json")
+        body = anthropic_body(self) if path.startswith(_ANTHROPIC) else self.body()
+        return Response(msgspec.json.encode(body), self.status, headers, media_type="application/json")
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error object of the Messages API."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unavailable(message: str) -> ApiError:

@@ -14,6 +14,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_TOKEN_LIST = 1024
+MAX_RETENTION_S = 24 * 3600.0
 _SEED_MASK = (1 << 63) - 1
 
 
@@ -50,6 +51,8 @@ class CommonFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    retention: float | None = None
+    """Seconds for which the cache of this turn is worth keeping once it is over."""
 
     @property
     def wants_usage(self) -> bool:
@@ -104,7 +107,10 @@ def routing_of(fields: CommonFields) -> Routing:
     """What the scheduler and the cache are told about a request. Raises ApiError naming the wrong field."""
     if not -(1 << 31) <= (fields.priority or 0) < 1 << 31:
         raise invalid("priority", f"priority must fit 32 bits, got {fields.priority}")
-    return Routing(fields.prompt_cache_key or "", fields.cache_salt or "", fields.priority or 0)
+    retention = fields.retention or 0.0
+    if not 0.0 <= retention <= MAX_RETENTION_S:
+        raise invalid("retention", f"retention must be 0 to {MAX_RETENTION_S:.0f} seconds, got {retention}")
+    return Routing(fields.prompt_cache_key or "", fields.cache_salt or "", fields.priority or 0, retention)
 
 
 def clamp_max_tokens(

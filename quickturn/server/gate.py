@@ -45,7 +45,7 @@ class Gate:
                 self._check_service(scope)
             await self._app(scope, receive, count_status)
         except ApiError as error:
-            await error.response()(scope, receive, count_status)
+            await error.response(path)(scope, receive, count_status)
         except Exception:
             status = 500
             raise
@@ -58,7 +58,7 @@ class Gate:
         if self._state.api_keys and not self._authorised(scope):
             raise ApiError(
                 401,
-                "a valid API key is needed: send `Authorization: Bearer KEY`",
+                "a valid API key is needed: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 kind="authentication_error",
                 code="invalid_api_key",
             )
@@ -70,7 +70,7 @@ class Gate:
     def _authorised(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = key.strip() if scheme.lower() == b"bearer" else b""
+        given = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         # Compare with every key, each in constant time, so that timing says nothing.
         matches = [hmac.compare_digest(given, known.encode()) for known in self._state.api_keys]
         return any(matches)

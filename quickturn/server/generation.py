@@ -54,11 +54,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Routing:
-    """What the engine's scheduler and cache are told about a request beside its tokens."""
+    """What the engine's scheduler and cache are told about a request beside its tokens. `retention`:
+    seconds for which its cache is worth keeping once it is over.
+    """
 
     session: str = ""
     cache_salt: str = ""
     priority: int = 0
+    retention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Generation(Generic[Content]):
                 priority=self.routing.priority,
                 session=self.routing.session,
                 cache_salt=self.routing.cache_salt,
+                retention=self.routing.retention,
             )
         except EngineDied as error:
             raise unavailable(str(error)) from error

@@ -35,10 +35,16 @@ def read_tool_choice(choice: Any, tools: tuple[Tool, ...]) -> ToolChoice:
         if not isinstance(name, str):
             raise invalid("tool_choice", "tool_choice must be 'auto', 'none', 'required' or name a function")
         result = ToolChoice("required", name)
+    check_tool_choice(result, tools)
+    return result
+
+
+def check_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
+    """Raise ApiError if a choice that forces a call can't be followed."""
     if not tools:
         raise invalid("tool_choice", "tool_choice needs tools")
-    if result.name is not None and all(tool.name != result.name for tool in tools):
-        raise invalid("tool_choice", f"tool_choice names {result.name!r}, which is not among the tools")
+    if choice.name is not None and all(tool.name != choice.name for tool in tools):
+        raise invalid("tool_choice", f"tool_choice names {choice.name!r}, which is not among the tools")
     raise not_supported("tool_choice", "tool_choice 'required' and named functions are not supported yet")
 
 

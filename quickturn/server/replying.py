@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickturn.server.generation import Generation
-from quickturn.server.streaming import EventStream, unless_gone
+from quickturn.server.streaming import OPENAI, EventStream, StreamDialect, unless_gone
 
 OFF_LOOP_BYTES = 16 << 10
 """Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
@@ -36,13 +36,18 @@ async def prepare(request: Request, work: Callable[[], Result]) -> Result:
 
 
 async def answer(
-    request: Request, generation: Generation[Any], reply: Reply, stream: bool, keepalive: float
+    request: Request,
+    generation: Generation[Any],
+    reply: Reply,
+    stream: bool,
+    keepalive: float,
+    dialect: StreamDialect = OPENAI,
 ) -> Response:
     """The response, streamed or whole; `generation` is cancelled when the client goes away. Raises
     ClientGone.
     """
     if stream:
-        return EventStream(reply.events(), keepalive, on_end=generation.cancel)
+        return EventStream(reply.events(), keepalive, generation.cancel, dialect)
     try:
         return Response(await unless_gone(request, reply.whole()), media_type="application/json")
     finally:

@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from quickturn.server.errors import ApiError
 
-KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -25,6 +25,22 @@ _HEADERS = [
 Result = TypeVar("Result")
 
 
+def event_of(value: object) -> bytes:
+    """`value` as the JSON data of one event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class StreamDialect:
+    """How an API says on a stream that it is still there, and that something went wrong."""
+
+    keepalive: bytes
+    error: Callable[[ApiError], bytes]
+
+
+OPENAI = StreamDialect(b": keep-alive\n\n", lambda error: event_of(error.body()))
+
+
 class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
@@ -32,17 +48,22 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Sends what `events` yields, each a complete server-sent event.
 
-    Headers go out at once. A comment is sent whenever nothing else was for `keepalive` seconds, so that
-    proxies and clients outlast a long prompt. An ApiError becomes a last event with the error object.
-    `on_end` is called however it ends.
+    Headers go out at once. The dialect's sign of life is sent whenever nothing else was for `keepalive`
+    seconds, so that proxies and clients outlast a long prompt. An ApiError becomes a last event with the
+    error object. `on_end` is called however it ends.
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], keepalive: float, on_end: Callable[[], None] = lambda: None
+        self,
+        events: AsyncGenerator[bytes, None],
+        keepalive: float,
+        on_end: Callable[[], None] = lambda: None,
+        dialect: StreamDialect = OPENAI,
     ) -> None:
         self._events = events
         self._keepalive = keepalive
         self._on_end = on_end
+        self._dialect = dialect
         self._sent_at = 0.0
         self.status_code = 200
         self.background = None
@@ -69,7 +90,7 @@ class EventStream(Response):
                     self._sent_at = time.monotonic()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
         except ApiError as error:
-            await send({"type": "http.response.body", "body": event_of(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": self._dialect.error(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pulse(self, send: Send) -> None:
@@ -78,7 +99,7 @@ class EventStream(Response):
             quiet = time.monotonic() - self._sent_at
             if quiet >= self._keepalive:
                 self._sent_at = time.monotonic()
-                await send({"type": "http.response.body", "body": KEEPALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._dialect.keepalive, "more_body": True})
             else:
                 await asyncio.sleep(self._keepalive - quiet)
 
@@ -90,11 +111,6 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     Raises ClientGone then.
     """
     return await _first_to_end(asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive)))
-
-
-def event_of(value: object) -> bytes:
-    """`value` as the JSON data of one event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def _first_to_end(work: "asyncio.Future[Result]", gone: "asyncio.Future[None]") -> Result:

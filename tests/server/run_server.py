@@ -22,6 +22,7 @@ def main() -> None:
         api_keys=frozenset(options.get("api_keys", ())),
         shutdown_timeout=options.get("shutdown_timeout", 30.0),
         log_level="warning",
+        **options.get("serve", {}),
     )
     fields = {"served_model_name": "fake", **options.get("engine", {})}
     engine = EngineConfig(options["model"], max_context=options.get("max_context"), **fields)
