@@ -1,0 +1,173 @@
+"""Mixtures of experts on Hopper: that the kernels compile here, and what they compute where there is such a
+GPU.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+import quickturn_kernels as kernels
+from quickturn_kernels import cuda_build, platform
+from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert
+from quickturn_kernels.ops.moe.hopper_launch import launch
+
+HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
+BF16 = torch.bfloat16
+
+SHAPES = [(2048, 512, 256, 8, 512), (2048, 768, 128, 8, 0), (4096, 1536, 16, 4, 2048), (96, 32, 5, 3, 64)]
+"""(hidden, inner, experts, top, inner of the shared expert)"""
+
+TOKENS = (1, 2, 7, 8, 9, 24, 33, 64)
+
+
+@pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
+def test_compiles_without_a_gpu() -> None:
+    assert cuda_build.library((9, 0)).quickturn_moe_few_tokens is not None
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").mul_(shape[-1] ** -0.5).to(BF16)
+
+
+def _layer(
+    shape: tuple[int, int, int, int, int], routing: kernels.Routing | None = None, biased: bool = False
+) -> tuple[kernels.Router, ExpertWeights, SharedExpert | None]:
+    hidden, inner, experts, top, shared = shape
+    made = kernels.prepare_experts(
+        _random(experts, 2 * inner, hidden),
+        _random(experts, hidden, inner),
+        gate_up_bias=_random(experts, 2 * inner) * 10 if biased else None,
+        down_bias=_random(experts, hidden) * 10 if biased else None,
+        activation="gpt_oss" if biased else "silu",
+    )
+    router = kernels.Router(
+        kernels.prepare_linear(_random(experts, hidden)),
+        routing or kernels.Routing(top),
+        _random(experts) if biased else None,
+        torch.randn(experts, device="cuda") if routing is not None and routing.scoring == "sigmoid" else None,
+    )
+    if shared == 0:
+        return router, made, None
+    return (
+        router,
+        made,
+        kernels.prepare_shared_expert(
+            _random(2 * shared, hidden), _random(hidden, shared), _random(1, hidden)
+        ),
+    )
+
+
+def _off(got: Tensor, want: Tensor) -> float:
+    return float(((got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)).max())
+
+
+@needs_hopper
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_against_the_reference(shape: tuple[int, int, int, int, int], tokens: int, seed: int) -> None:
+    torch.manual_seed(seed + tokens)
+    router, experts, shared = _layer(shape)
+    x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="reference"):
+        want = kernels.moe_block(x, router, experts, shared=shared)
+    with kernels.use(moe_block="hopper"):
+        got = kernels.moe_block(x, router, experts, shared=shared)
+        assert torch.equal(got, kernels.moe_block(x, router, experts, shared=shared))
+    assert _off(got, want) < 1.2e-2
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "routing",
+    [
+        kernels.Routing(6, "sigmoid", scale=2.5),
+        kernels.Routing(4, normalize=False),
+        kernels.Routing(4, "softmax_after"),
+    ],
+)
+def test_rules_and_biases(routing: kernels.Routing, seed: int) -> None:
+    torch.manual_seed(seed)
+    shape = (256, 96, 40, routing.top_k, 0)
+    router, experts, _ = _layer(shape, routing, biased=routing.scoring == "softmax_after")
+    x = torch.randn(13, 256, device="cuda").to(BF16)
+    positions = torch.arange(13, device="cuda")
+    positions[4:6] = -1
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="reference"):
+        want = kernels.moe_block(x, router, experts, positions=positions)
+    with kernels.use(moe_block="hopper"):
+        got = kernels.moe_block(x, router, experts, positions=positions)
+    assert (got[4:6] == 0).all()
+    real = positions >= 0
+    assert _off(got[real], want[real]) < 1.2e-2
+
+
+@needs_hopper
+def test_a_token_alone_has_the_bits_it_has_in_company(seed: int) -> None:
+    torch.manual_seed(seed)
+    router, experts, shared = _layer(SHAPES[0])
+    x = torch.randn(64, 2048, device="cuda").to(BF16)
+    x[20:40] = x[3]  # many tokens of the same experts
+    with kernels.use(moe_block="hopper"):
+        together = kernels.moe_block(x, router, experts, shared=shared)
+        for token in (0, 3, 39, 63):
+            alone = kernels.moe_block(x[token : token + 1], router, experts, shared=shared)
+            assert torch.equal(alone[0], together[token])
+
+
+@needs_hopper
+@pytest.mark.parametrize("chosen", [0, -1, 300])
+def test_one_expert_or_nobody(chosen: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    _, experts, shared = _layer((512, 128, 64, 2, 128))
+    x = torch.randn(40, 512, device="cuda").to(BF16)
+    choice = torch.full((40, 2), chosen, dtype=torch.int32, device="cuda")
+    choice[:, 1] = 63
+    weights = torch.rand(40, 2, device="cuda")
+    weights[:, 0] = float("nan") if not 0 <= chosen < 64 else 0.5
+    with kernels.use(moe="reference"):
+        want = kernels.moe(x, experts, weights, choice, shared=shared)
+    with kernels.use(moe="hopper"):
+        assert _off(kernels.moe(x, experts, weights, choice, shared=shared), want) < 1.2e-2
+
+
+@needs_hopper
+def test_nan_in_one_token_stays_there(seed: int) -> None:
+    torch.manual_seed(seed)
+    router, experts, shared = _layer(SHAPES[0])
+    x = torch.randn(8, 2048, device="cuda").to(BF16)
+    with kernels.use(moe_block="hopper"):
+        want = kernels.moe_block(x, router, experts, shared=shared)
+        x[2] = float("nan")
+        got = kernels.moe_block(x, router, experts, shared=shared)
+    others = torch.arange(8, device="cuda") != 2
+    assert torch.equal(got[others], want[others])
+    assert got[2].isnan().all()
+
+
+@needs_hopper
+def test_chain_in_a_graph_sees_the_results_ahead(seed: int) -> None:
+    """Each kernel may start before the one ahead has finished, and they use the same memory in turn."""
+    torch.manual_seed(seed)
+    layers = [_layer((1024, 256, 64, 4, 256)) for _ in range(6)]
+    start = torch.randn(5, 1024, device="cuda").to(BF16)
+    norm = torch.ones(1024, device="cuda", dtype=BF16)
+
+    def chain(early: bool) -> Tensor:
+        residual, x = start.clone(), start
+        for router, experts, shared in layers:
+            x = launch(
+                kernels.add_rms_norm(x, residual, norm, 1e-6), experts, shared, router=router, early=early
+            )
+        return x
+
+    want = chain(False)
+    graph = torch.cuda.CUDAGraph()
+    chain(True)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = chain(True)
+    for _ in range(50):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
