@@ -127,6 +127,7 @@ class EngineCore:
                     session=request.session,
                     deadline=request.deadline,
                     cache_salt=request.cache_salt,
+                    retention=request.retention,
                 )
             )
         except ValueError as error:

@@ -24,6 +24,8 @@ class AddRequest:
     session: str = ""
     cache_salt: str = ""
     deadline: float | None = None
+    retention: float = 0.0
+    """Seconds for which the cache of this turn is worth keeping once it is over."""
 
 
 @dataclass(frozen=True, slots=True)
