@@ -116,7 +116,7 @@ def shared_factor(x: Tensor, gate: Tensor) -> Tensor:
     return torch.sigmoid(functional.linear(x, gate).float())
 
 
-@register("moe_block", name="reference", priority=Priority.REFERENCE)
+@register("moe_block", name="reference", priority=Priority.PORTABLE)
 def moe_block(
     x: Tensor,
     router: Router,
