@@ -4,13 +4,14 @@
 // So a row's result doesn't depend on the other rows. Where several blocks share a head, they send their
 // parts as packets, and blocks that each own a quarter of a head's dims add them up.
 #pragma once
-#include "attention_decode.cuh"
 #include "decode_stack.cuh"
 
 namespace quickturn {
 namespace stack {
 
-constexpr int kKeys = 32;                 // of a tile: keys and values fill a slot
+constexpr int kKeys = 32;       // of a tile: keys and values fill a slot
+constexpr int kQueryRows = 16;  // of a query's tile
+constexpr float kNone = -__builtin_huge_valf();
 constexpr int kQuarter = 32;              // dims that one block adds up
 constexpr int kPartPitch = kDim / 2 + 1;  // packets of a head's part: two floats each, then top and total
 constexpr int kTileBytes = kKeys * kDim * 2;
@@ -102,33 +103,67 @@ __host__ __device__ constexpr int scratch_bytes(int group) {
   return 2 * kQueryRows * kDim * 2 + kWarps * (group * kDim * 4 + kQueryRows * 8);
 }
 
-// A head as another block sent it; `by` is the norm's weight or null.
-__device__ __forceinline__ void receive(Head<kDim>& head, const uint4* packets, const bf16* norm, float eps,
-                                        unsigned flag) {
-  const int lane = threadIdx.x % 32;
-  Head<kDim> by;
-  if (norm != nullptr) by.load(norm);
-  const uint4* const from[2] = {packets + lane / 2, packets + kDim / 8 + lane / 2};
-  uint2 data[2];
-  await(data, from, flag);
+// One head in a warp: lane i has dims 2 i and 2 i + 1, and in `high` those 64 further on.
+struct Head {
+  float low[2], high[2];
+
+  // As another block sent it, normed with `norm` unless that is null. Rounded as separate kernels would.
+  __device__ __forceinline__ void receive(const uint4* packets, const bf16* norm, float eps, unsigned flag) {
+    const int lane = threadIdx.x % 32;
+    uint32_t by[2];
+    if (norm != nullptr) {
+      by[0] = __ldg(reinterpret_cast<const uint32_t*>(norm) + lane);
+      by[1] = __ldg(reinterpret_cast<const uint32_t*>(norm) + 32 + lane);
+    }
+    const uint4* const from[2] = {packets + lane / 2, packets + kDim / 8 + lane / 2};
+    uint2 data[2];
+    await(data, from, flag);
+    unpack2(lane % 2 ? data[0].y : data[0].x, low);
+    unpack2(lane % 2 ? data[1].y : data[1].x, high);
+    if (norm == nullptr) return;
+    const float squares = low[0] * low[0] + high[0] * high[0] + (low[1] * low[1] + high[1] * high[1]);
+    const float scale = rsqrtf(warp_sum(squares) / kDim + eps);
+    float low_by[2], high_by[2];
+    unpack2(by[0], low_by);
+    unpack2(by[1], high_by);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t word = lane % 2 ? data[half].y : data[half].x;
-    float(&value)[2] = half ? head.high : head.low;
+    for (int i = 0; i < 2; ++i) {
+      low[i] = rounded(rounded(low[i] * scale) * low_by[i]);
+      high[i] = rounded(rounded(high[i] * scale) * high_by[i]);
+    }
+  }
+
+  // angles: the cosines of half a head, then the sines.
+  __device__ __forceinline__ void rotate(const float* angles) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float cosine = angles[threadIdx.x % 32 * 2 + i],
+                  sine = angles[kDim / 2 + threadIdx.x % 32 * 2 + i];
+      const float first = low[i], second = high[i];
+      low[i] = first * cosine - second * sine;
+      high[i] = second * cosine + first * sine;
+    }
+  }
+
+  __device__ __forceinline__ void put(bf16* to) const {
+    reinterpret_cast<uint32_t*>(to)[threadIdx.x % 32] = narrow2(low[0], low[1]);
+    reinterpret_cast<uint32_t*>(to)[32 + threadIdx.x % 32] = narrow2(high[0], high[1]);
+  }
+
+  // To `row` of a swizzled tile of kQueryRows.
+  __device__ __forceinline__ void put_swizzled(unsigned char* tile, int row) const {
+    const int at = threadIdx.x % 32 * 2;
+    *reinterpret_cast<uint32_t*>(tile + swizzled(kQueryRows, row, at) + at % 8 * 2) = narrow2(low[0], low[1]);
+    *reinterpret_cast<uint32_t*>(tile + swizzled(kQueryRows, row, kDim / 2 + at) + at % 8 * 2) =
+        narrow2(high[0], high[1]);
+  }
+
+ private:
+  static __device__ __forceinline__ void unpack2(uint32_t word, float (&value)[2]) {
     value[0] = __uint_as_float(word << 16);
     value[1] = __uint_as_float(word & 0xFFFF0000u);
   }
-  if (norm == nullptr) return;
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) squares += head.low[i] * head.low[i] + head.high[i] * head.high[i];
-  const float scale = rsqrtf(warp_sum(squares) / kDim + eps);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    head.low[i] = rounded(rounded(head.low[i] * scale) * by.low[i]);
-    head.high[i] = rounded(rounded(head.high[i] * scale) * by.high[i]);
-  }
-}
+};
 
 // The running softmax of a warp over up to eight query heads: head lane / 4 is this lane's.
 struct Softmax8 {
@@ -208,22 +243,22 @@ __device__ __forceinline__ void prepare(const StackArguments& args, const StackL
   const float* angles = scratch.angles + row * kDim;
 #pragma unroll 1
   for (int member = warp; member < group; member += kWarps) {
-    Head<kDim> head;
-    receive(head, packets + (kv_head * group + member) * (kDim / 4), layer.q_norm, args.eps, flag);
+    Head head;
+    head.receive(packets + (kv_head * group + member) * (kDim / 4), layer.q_norm, args.eps, flag);
     head.rotate(angles);
     head.put_swizzled(scratch.query, member);
   }
   if (!newest || context == 0 || warp < kWarps - 2) return;
   const int position = context - 1, offset = position % args.block_tokens;
   const long long block = __ldcg(args.tables + row * args.table_pitch + position / args.block_tokens);
-  Head<kDim> head;
+  Head head;
   if (warp == kWarps - 1) {
-    receive(head, packets + (args.heads + kv_head) * (kDim / 4), layer.k_norm, args.eps, flag);
+    head.receive(packets + (args.heads + kv_head) * (kDim / 4), layer.k_norm, args.eps, flag);
     head.rotate(angles);
     head.put_swizzled(scratch.fresh_key, 0);
     head.put(layer.k_cache + block * args.k_block_pitch + offset * args.k_row_pitch + kv_head * kDim);
   } else {
-    receive(head, packets + (args.heads + args.kv_heads + kv_head) * (kDim / 4), nullptr, 0.f, flag);
+    head.receive(packets + (args.heads + args.kv_heads + kv_head) * (kDim / 4), nullptr, 0.f, flag);
     head.put_swizzled(scratch.fresh_value, 0);
     head.put(layer.v_cache + block * args.v_block_pitch + offset * args.v_row_pitch + kv_head * kDim);
   }
