@@ -22,7 +22,7 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry
-from quickturn_kernels.ops.linear_attention import hopper_step
+from quickturn_kernels.ops.linear_attention import hopper_prefill, hopper_step, triton_prefill
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -212,6 +212,7 @@ class Prefill:
         self.places = (block, block + rows, torch.zeros(rows, device=DEVICE, dtype=torch.bool))
         starts = torch.tensor([0, *lengths]).cumsum(0)
         self.starts = starts.to(torch.int32).to(DEVICE)
+        self.lens = self.starts[1:] - self.starts[:-1]
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v."""
@@ -232,8 +233,32 @@ class Prefill:
             query_start=self.starts,
             max_query_len=max(self.lengths),
             scale=DIM**-0.5,
-            context_lens=self.starts[1:] - self.starts[:-1],
+            context_lens=self.lens,
         )
+
+    def walk(self, groups: int) -> Tensor:
+        """Our kernel with so many warpgroups a thread block."""
+        return hopper_prefill.launch(
+            *self.heads(),
+            self.a,
+            self.b,
+            self.a_log,
+            self.dt_bias,
+            self.states,
+            *self.places,
+            self.starts,
+            self.lens,
+            max(self.lengths),
+            DIM**-0.5,
+            None,
+            groups,
+        )
+
+    def prepare(self) -> object:
+        """The first of its two kernels."""
+        q, k, _ = self.heads()
+        gates = (self.a, self.b, self.a_log, self.dt_bias)
+        return triton_prefill.prepare(q, k, *gates, self.starts, self.lens, DIM**-0.5)
 
     def convolution(self) -> Tensor:
         """The convolution ahead of it."""
@@ -248,7 +273,7 @@ class Prefill:
 
 
 def prefill(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """One batch of prompts by every implementation, the PyTorch one being the measure of rightness."""
+    """One batch of prompts by every form, the PyTorch implementation being the measure of rightness."""
     made = Prefill(lengths)
     line: dict[str, Any] = {"lengths": lengths}
     expected = None
@@ -256,19 +281,24 @@ def prefill(lengths: tuple[int, ...]) -> dict[str, Any]:
         with registry.use(gated_delta_prefill="torch"):
             expected = made.op()
             expected_state = made.states[made.rows :].clone()
-    for one in registry.implementations("gated_delta_prefill"):
-        if one.name in ("reference", "torch"):
-            continue
+    forms: dict[str, tuple[Call, dict[str, str]]] = {
+        "triton": (made.op, {"gated_delta_prefill": "triton"}),
+        "hopper_1": (lambda: made.walk(1), {}),
+        "hopper_2": (lambda: made.walk(2), {}),
+        "hopper": (made.op, {"gated_delta_prefill": "hopper"}),
+    }
+    for name, (form, names) in forms.items():
         try:
-            with registry.use(gated_delta_prefill=one.name):
+            with registry.use(**names):
                 made.states[made.rows :] = torch.nan
-                out = made.op()
+                out = form()
                 if expected is not None:
                     state = made.states[made.rows :]
-                    line[f"{one.name}_error"] = [differs(out, expected), differs(state, expected_state)]
-                line[one.name] = timed([made.op] * 4)
+                    line[f"{name}_error"] = [differs(out, expected), differs(state, expected_state)]
+                line[name] = timed([form] * 4)
         except Exception as error:
-            line[one.name] = repr(error)[:300]
+            line[name] = repr(error)[:300]
+    line["prepare"] = timed([made.prepare] * 4)
     return line
 
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.linear_attention import hopper_step
+from quickturn_kernels.ops.linear_attention import hopper_prefill, hopper_step, triton_prefill
+from quickturn_kernels.ops.linear_attention.boundaries import Boundaries
 from quickturn_kernels.ops.linear_attention.reference import gated_delta_step as composed
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
@@ -60,4 +61,51 @@ if cuda_build.available((9, 0)):
             norm_weight,
             eps,
             settled,
+        )
+
+    @register(
+        "gated_delta_prefill",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.bfloat16,),
+        traits={"head_dim": {hopper_prefill.HEAD_DIM}},
+        priority=Priority.REFERENCE,
+    )
+    def gated_delta_prefill(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        states: Tensor,
+        state_in: Tensor,
+        state_out: Tensor,
+        state_zero: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor | None,
+        max_query_len: int,
+        scale: float,
+        boundaries: Boundaries | None,
+    ) -> Tensor:
+        """See `quickturn_kernels.gated_delta_prefill`. What the kernel can't do goes to the portable ones."""
+        ours = hopper_prefill.takes(q, k, v, states, state_in.shape[0])
+        return (hopper_prefill.launch if ours else triton_prefill.launch)(
+            q,
+            k,
+            v,
+            a,
+            b,
+            a_log,
+            dt_bias,
+            states,
+            state_in,
+            state_out,
+            state_zero,
+            query_start,
+            context_lens,
+            max_query_len,
+            scale,
+            boundaries,
         )

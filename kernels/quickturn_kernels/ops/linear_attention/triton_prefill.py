@@ -8,6 +8,8 @@ beta_i e^(g_i - g_j) k_i k_j` below the diagonal (the UT transform of 2406.06484
 state. Keys and queries aren't normed in memory: their norms are factors of products.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -263,6 +265,74 @@ def scan_kernel(
     tl.store(states + target * block_stride + at_state, state.to(states.dtype.element_ty), mask=inside)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare_kernel` made of each chunk."""
+
+    solved: Tensor
+    scores: Tensor
+    factors: Tensor
+
+    @property
+    def slots(self) -> int:
+        """Chunks there is room for."""
+        return self.solved.shape[0]
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor | None,
+    scale: float,
+) -> Prepared:
+    """Launch `prepare_kernel` for a batch with tokens and rows."""
+    tokens, heads = a.shape
+    key_heads, key_dim = k.shape[1:]
+    rows = query_start.shape[0] - 1
+    slots = tokens // CHUNK + SPARE * rows
+    solved, scores = torch.empty((2, slots, heads, CHUNK, CHUNK), dtype=q.dtype, device=q.device).unbind()
+    factors = torch.empty((slots, heads, FACTORS, CHUNK), dtype=torch.float32, device=q.device)
+    prepare_kernel[(slots, key_heads)](
+        q,
+        k,
+        a,
+        b,
+        a_log,
+        dt_bias,
+        query_start,
+        query_start if context_lens is None else context_lens,
+        solved,
+        scores,
+        factors,
+        rows,
+        heads,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        a.stride(0),
+        b.stride(0),
+        GROUP=heads // key_heads,
+        KEY_DIM=key_dim,
+        BLOCK_K=max(16, next_power_of_two(key_dim)),
+        CHUNK_TOKENS=CHUNK,
+        LEVELS=CHUNK.bit_length() - 1,
+        SPARE_SLOTS=SPARE,
+        ALIGNED=context_lens is not None,
+        ROWS_PAD=rows_pad(rows),
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        UPCAST=INTERPRETED,
+        num_warps=4,
+    )
+    return Prepared(solved, scores, factors)
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -288,46 +358,9 @@ def launch(
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or rows == 0:
         return out
-    slots = tokens // CHUNK + SPARE * rows
-    solved, scores = torch.empty((2, slots, heads, CHUNK, CHUNK), dtype=q.dtype, device=q.device).unbind()
-    factors = torch.empty((slots, heads, FACTORS, CHUNK), dtype=torch.float32, device=q.device)
-    group, block_k = heads // key_heads, max(16, next_power_of_two(key_dim))
+    made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
+    block_k = max(16, next_power_of_two(key_dim))
     block_v = min(max(16, next_power_of_two(value_dim)), 32 if block_k > 64 else 64)
-    aligned = context_lens is not None
-    lens = query_start if context_lens is None else context_lens
-    prepare_kernel[(slots, key_heads)](
-        q,
-        k,
-        a,
-        b,
-        a_log,
-        dt_bias,
-        query_start,
-        lens,
-        solved,
-        scores,
-        factors,
-        rows,
-        heads,
-        scale,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        a.stride(0),
-        b.stride(0),
-        GROUP=group,
-        KEY_DIM=key_dim,
-        BLOCK_K=block_k,
-        CHUNK_TOKENS=CHUNK,
-        LEVELS=CHUNK.bit_length() - 1,
-        SPARE_SLOTS=SPARE,
-        ALIGNED=aligned,
-        ROWS_PAD=rows_pad(rows),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        UPCAST=INTERPRETED,
-        num_warps=4,
-    )
     kept = (query_start,) * 3
     if boundaries is not None:
         kept = (boundaries.row_start, boundaries.tokens, boundaries.rows)
@@ -335,15 +368,15 @@ def launch(
         q,
         k,
         v,
-        solved,
-        scores,
-        factors,
+        made.solved,
+        made.scores,
+        made.factors,
         states,
         state_in,
         state_out,
         state_zero.view(torch.uint8),
         query_start,
-        lens,
+        query_start if context_lens is None else context_lens,
         *kept,
         out,
         q.stride(0),
@@ -353,14 +386,14 @@ def launch(
         v.stride(0),
         v.stride(1),
         states.stride(0),
-        GROUP=group,
+        GROUP=heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         CHUNK_TOKENS=CHUNK,
         SPARE_SLOTS=SPARE,
-        ALIGNED=aligned,
+        ALIGNED=context_lens is not None,
         KEEPS=boundaries is not None,
         UPCAST=INTERPRETED,
         num_warps=4,
