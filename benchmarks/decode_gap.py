@@ -1,0 +1,105 @@
+"""How busy the GPU is while an engine decodes: kernels a step, and the time in which nothing runs.
+
+    python benchmarks/decode_gap.py benchmarks/shapes/qwen3-0.6b --json OUT.json
+
+Steps are profiled through torch.profiler, which itself slows the host. Times are microseconds a step.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from quickturn.config import EngineConfig
+from quickturn.engine.core import EngineCore
+from quickturn.engine.messages import AddRequest
+from quickturn.sampling_params import SamplingParams
+
+LONGEST = 8
+"""Kernels listed by name, those that take the most time."""
+
+
+def decode_profile(core: EngineCore, rows: int, context: int, steps: int) -> dict[str, object]:
+    """Profile `steps` decode steps of `rows` requests behind `context` tokens each."""
+    random = np.random.default_rng(0)
+    for index in range(rows):
+        prompt = random.integers(0, core.ready().vocab_size, context, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=4096, temperature=0.0, ignore_eos=True)
+        core.add(AddRequest(index + 1, prompt.tobytes(), sampling, time.monotonic()))
+    while core.last_step.decode_rows < rows:
+        core.step()
+    for _ in range(16):
+        core.step()
+    started = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    wall = (time.perf_counter() - started) / steps * 1e6
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            core.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    busy, idle, gaps, reached = 0.0, 0.0, [], spans[0][0]
+    for start, end, _ in spans:
+        if start > reached:
+            gaps.append(start - reached)
+            idle += start - reached
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    longest = sorted(gaps, reverse=True)[:steps]
+    names = Counter[str]()
+    for start, end, name in spans:
+        names[name] += end - start
+    return {
+        "rows": rows,
+        "context": context,
+        "steps": steps,
+        "step_us_unprofiled": wall,
+        "step_us": (busy + idle) / steps,
+        "activities": len(spans) / steps,
+        "idle_us": idle / steps,
+        "idle_share": idle / (busy + idle),
+        "idle_us_in_the_longest_gap_of_a_step": sum(longest) / steps,
+        "gap_share_of_unprofiled_step": sum(longest) / steps / wall,
+        "longest": {name[:80]: us / steps for name, us in names.most_common(LONGEST)},
+    }
+
+
+def main() -> None:
+    """Start an engine, profile, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    core = EngineCore(
+        EngineConfig(
+            model=chosen.model, load_format="dummy", dtype="bfloat16", max_requests=max(4, chosen.rows)
+        )
+    )
+    result: dict[str, object] = {
+        "command": f"python benchmarks/decode_gap.py {' '.join(sys.argv[1:])}",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    result |= decode_profile(core, chosen.rows, chosen.context, chosen.steps)
+    core.close()
+    print(json.dumps(result, indent=1))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+main()
