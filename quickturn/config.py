@@ -6,6 +6,7 @@ from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "stored", "int8", "int4"]
+StateDtype = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
@@ -43,6 +44,12 @@ class EngineConfig:
     max_step_tokens: int = 2048
     max_context: int | None = None
     prefix_cache: bool = True
+    state_dtype: StateDtype = "float32"
+    """Of recurrent states in the cache, where the model has any."""
+    checkpoint_tail: int = 512
+    """A state checkpoint lies so many tokens before the end of a prompt, besides the one at its end."""
+    checkpoint_stride: int = 16384
+    """Tokens between the state checkpoints inside a long prompt."""
     overlap: bool | None = None
     """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
     graphs: bool = True

@@ -5,7 +5,7 @@ register for it and the best that fits the machine and the call is taken. `pytho
 prints them.
 """
 
-from quickturn_kernels.ops.activation import silu_and_mul
+from quickturn_kernels.ops.activation import gelu_tanh_and_mul, sigmoid_gate, silu_and_mul
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
 from quickturn_kernels.ops.attention_step import rotary_attention_decode
 from quickturn_kernels.ops.batch import DecodeInputs, append_tokens, gather_decode
@@ -89,6 +89,7 @@ __all__ = [
     "gated_delta_step",
     "gated_rms_norm",
     "gather_decode",
+    "gelu_tanh_and_mul",
     "implementations",
     "linear",
     "linear_silu_and_mul",
@@ -109,6 +110,7 @@ __all__ = [
     "route",
     "sample",
     "select",
+    "sigmoid_gate",
     "silu_and_mul",
     "use",
 ]

@@ -2,8 +2,8 @@
 
 import torch
 
-from quickturn.cache.layout import ArenaLayout, GroupLayout
-from quickturn.cache.views import LayerCache
+from quickturn.cache.layout import ArenaLayout, CacheGroup, GroupLayout, StateGroup
+from quickturn.cache.views import AnyCache, LayerCache, LayerState
 
 
 class Arena:
@@ -14,14 +14,9 @@ class Arena:
     first written.
     """
 
-    def __init__(self, layout: ArenaLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layout: ArenaLayout, device: torch.device) -> None:
         """Allocate `layout.total_bytes` bytes. Raises MemoryError that says what to lower."""
-        if dtype.itemsize != layout.itemsize:
-            raise ValueError(
-                f"layout is for elements of {layout.itemsize} bytes, but {dtype} has {dtype.itemsize}"
-            )
         self.layout = layout
-        self.dtype = dtype
         try:
             self._bytes = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
@@ -29,21 +24,46 @@ class Arena:
                 f"no room for a cache of {layout.total_bytes / 2**30:.2f} GiB on {device}; lower --memory"
             ) from error
 
-    def layer_caches(self) -> tuple[LayerCache, ...]:
+    def layer_caches(self) -> tuple[AnyCache, ...]:
         """The view of every decoder layer, in layer order."""
-        views: dict[int, LayerCache] = {}
+        views: dict[int, AnyCache] = {}
+        states = 0
         for index, laid in enumerate(self.layout.groups):
             for place, layer in enumerate(laid.group.layers):
-                views[layer] = LayerCache(index, self._view(laid, place, 0), self._view(laid, place, 1))
+                if isinstance(laid.group, StateGroup):
+                    views[layer] = self._state(laid, laid.group, place, states)
+                else:
+                    views[layer] = self._keys_and_values(laid, laid.group, place, index)
+            states += laid.group.kind == "state"
         return tuple(views[layer] for layer in sorted(views))
 
-    def _view(self, laid: GroupLayout, place: int, part: int) -> torch.Tensor:
-        """Keys (part 0) or values (part 1) of the group's `place`-th layer: [num_blocks, block_tokens,
-        kv_heads, head_dim].
-        """
-        group, tokens = laid.group, self.layout.block_tokens
-        heads, dim = group.kv_heads, group.head_dim
-        shape = (self.layout.num_slabs * laid.blocks_per_slab, tokens, heads, dim)
-        stride = (laid.block_stride // self.dtype.itemsize, heads * dim, dim, 1)
-        offset = (place * 2 + part) * tokens * heads * dim
-        return self._bytes.view(self.dtype).as_strided(shape, stride, offset)
+    def _keys_and_values(self, laid: GroupLayout, group: CacheGroup, place: int, index: int) -> LayerCache:
+        dtype, tokens = self.layout.dtypes.kv, self.layout.block_tokens
+        row = group.kv_heads * group.head_dim
+        shape = (tokens, group.kv_heads, group.head_dim)
+        part = tokens * row * dtype.itemsize
+        k, v = (self._view(laid, dtype, (place * 2 + half) * part, shape) for half in (0, 1))
+        return LayerCache(index, k, v)
+
+    def _state(self, laid: GroupLayout, group: StateGroup, place: int, index: int) -> LayerState:
+        dtypes = self.layout.dtypes
+        recurrent, conv = group.recurrent_bytes(dtypes), group.conv_bytes(dtypes)
+        start = place * (recurrent + conv)
+        shape = (group.heads, group.key_dim, group.value_dim)
+        return LayerState(
+            index,
+            self._view(laid, dtypes.state, start, shape),
+            self._view(laid, dtypes.conv, start + recurrent, (group.channels, group.width - 1)),
+        )
+
+    def _view(
+        self, laid: GroupLayout, dtype: torch.dtype, offset: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Contiguous tensors of `shape`, one a block, `offset` bytes into it: [num_blocks, *shape]."""
+        stride = [1]
+        for size in reversed(shape[1:]):
+            stride.insert(0, stride[0] * size)
+        blocks = self.layout.num_slabs * laid.blocks_per_slab
+        return self._bytes.view(dtype).as_strided(
+            (blocks, *shape), (laid.block_stride // dtype.itemsize, *stride), offset // dtype.itemsize
+        )

@@ -21,13 +21,14 @@ from quickturn.engine.messages import (
     CancelRequest,
     EngineReady,
     EngineStats,
+    HoldSession,
     LoadProgress,
     StepOutput,
     TokenLogprobs,
     TokenOutput,
 )
 from quickturn.engine.start import StartedEngine, start
-from quickturn.execution.batch import StepRows
+from quickturn.execution.batch import StateMoves, StepRows
 from quickturn.execution.runner import BlockUpdate, PendingStep
 from quickturn.execution.sampler import RowLogprobs
 from quickturn.sampling_params import SamplingParams
@@ -84,6 +85,7 @@ class EngineCore:
         """Load the model and allocate the cache. Raises ValueError or MemoryError that say what to change."""
         self._started: StartedEngine = start(config, progress or (lambda _: None))
         self._runner = self._started.runner
+        self._kinds = [laid.group.kind for laid in self._started.layout.groups]
         self._depth = 2 if self._started.overlap else 1
         self._scheduler = control.Scheduler(self._scheduler_config(config))
         self._live: dict[int, LiveRequest] = {}
@@ -128,6 +130,7 @@ class EngineCore:
                     deadline=request.deadline,
                     cache_salt=request.cache_salt,
                     retention=request.retention,
+                    boundaries=request.boundaries,
                 )
             )
         except ValueError as error:
@@ -142,6 +145,10 @@ class EngineCore:
             self._scheduler.finish(request.id)
         else:
             self._scheduler.cancel(request.id)
+
+    def hold(self, request: HoldSession) -> None:
+        """Keep a session's cache warm for a while; refused in silence when too much is held already."""
+        self._scheduler.hold(request.session, request.seconds)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
@@ -161,15 +168,16 @@ class EngineCore:
         """Counters and gauges of the control plane and of this loop."""
         values = dict(self._scheduler.stats())
         values["generated_tokens"] = float(self._generated)
+        values["step_seconds"] = self.last_step.seconds
         for reason in FINISH_REASONS.values():
             values[f"finished_{reason}"] = float(self._finished[reason])
         return EngineStats(values)
 
     def step_bytes(self, rows: int, context: int) -> int:
-        """The least bytes that a decode step reads: all weights once, and the cache of `rows` contexts."""
-        layout = self._started.layout
-        per_token = sum(laid.group.elements_per_token() for laid in layout.groups) * layout.itemsize
-        return self._started.weight_bytes_read + rows * context * per_token
+        """The least bytes that a decode step moves: each weight that it needs once, the cache of `rows`
+        contexts, and each state to and fro.
+        """
+        return self._started.weights.read_by(rows) + self._started.layout.bytes_read(rows, context)
 
     def close(self) -> None:
         """Wait for what the device still does."""
@@ -190,6 +198,9 @@ class EngineCore:
             max_context=self._started.ready.max_context,
             prefix_cache=config.prefix_cache,
             pipeline_depth=self._depth,
+            policy=control.Policy(
+                checkpoint_tail=config.checkpoint_tail, checkpoint_stride=config.checkpoint_stride
+            ),
             hash_key=secrets.token_bytes(16),
             model_salt=config.model,
         )
@@ -209,7 +220,13 @@ class EngineCore:
             self._admit(self._live[id], slot, cached, known)
         if not plan.num_rows:
             return
-        rows = StepRows(plan.slots, plan.query_lens, plan.context_lens, plan.samples, plan.num_decode_rows)
+        moves = zip(plan.state_in, plan.state_out, plan.state_zero, strict=True)
+        states = tuple(
+            StateMoves(*arrays) for arrays, kind in zip(moves, self._kinds, strict=True) if kind == "state"
+        )
+        rows = StepRows(
+            plan.slots, plan.query_lens, plan.context_lens, plan.samples, plan.num_decode_rows, states
+        )
         updates = [BlockUpdate(u.slots, u.indexes, u.blocks) for u in plan.block_updates]
         requests = self._slot_request[rows.slots[rows.samples != 0]].tolist()
         launched = time.perf_counter()

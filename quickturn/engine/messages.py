@@ -14,7 +14,10 @@ from quickturn.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """A new request. `tokens` are int32 little-endian; `arrival` is `time.monotonic()` in seconds."""
+    """A new request. `tokens` are int32 little-endian; `arrival` is `time.monotonic()` in seconds.
+    `boundaries`: positions in the prompt where others are likely to part from it (end of tools and system
+    prompt).
+    """
 
     id: int
     tokens: bytes
@@ -26,6 +29,15 @@ class AddRequest:
     deadline: float | None = None
     retention: float = 0.0
     """Seconds for which the cache of this turn is worth keeping once it is over."""
+    boundaries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSession:
+    """The session's next request will come soon (a tool runs): keep its cache warm for so many seconds."""
+
+    session: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +121,7 @@ class EngineFailed:
     message: str
 
 
-ToEngine = AddRequest | CancelRequest | AskStats | Shutdown
+ToEngine = AddRequest | CancelRequest | HoldSession | AskStats | Shutdown
 FromEngine = LoadProgress | EngineReady | StepOutput | EngineStats | EngineFailed
 
 

@@ -28,6 +28,7 @@ from quickturn.engine.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
+    HoldSession,
     Shutdown,
     StepOutput,
     TokenOutput,
@@ -52,6 +53,9 @@ class Core(Protocol):
 
     def cancel(self, request: CancelRequest) -> None:
         """Stop a request; unknown ids are ignored."""
+
+    def hold(self, request: HoldSession) -> None:
+        """Keep a session's cache warm."""
 
     def has_work(self) -> bool:
         """Whether `step` would get on with something."""
@@ -104,7 +108,7 @@ class Loop:
                 if output.outputs:
                     self.send(output)
 
-    def _handle(self, core: Core, message: AddRequest | CancelRequest | AskStats) -> None:
+    def _handle(self, core: Core, message: AddRequest | CancelRequest | HoldSession | AskStats) -> None:
         if isinstance(message, AddRequest):
             try:
                 core.add(message)
@@ -114,6 +118,8 @@ class Loop:
                 self.send(StepOutput([TokenOutput(message.id, [], finish="error", error=str(error))]))
         elif isinstance(message, CancelRequest):
             core.cancel(message)
+        elif isinstance(message, HoldSession):
+            core.hold(message)
         else:
             self.send(core.stats())
 

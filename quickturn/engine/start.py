@@ -5,12 +5,32 @@ from dataclasses import dataclass
 
 import torch
 
-from quickturn.cache.layout import ArenaLayout, plan_arena
+from quickturn.cache.layout import ArenaLayout, CacheDtypes, plan_arena
 from quickturn.config import EngineConfig
 from quickturn.engine.memory import default_memory
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.execution.runner import Runner
-from quickturn.loading.load import load_model
+from quickturn.loading.load import LoadedInfo, load_model
+from quickturn.models.base import Architecture
+
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of the weights that a decode step may read: `dense` by all, and of each mixture of experts
+    (expert count, experts a token takes, bytes of all).
+    """
+
+    dense: int
+    mixtures: tuple[tuple[int, int, int], ...]
+
+    def read_by(self, rows: int) -> int:
+        """What a step of `rows` tokens reads, each weight once, if the experts were drawn evenly."""
+        total = float(self.dense)
+        for count, taken, size in self.mixtures:
+            total += size * (1 - (1 - taken / count) ** rows)
+        return int(total)
 
 
 @dataclass(frozen=True)
@@ -22,8 +42,7 @@ class StartedEngine:
     ready: EngineReady
     eos_token_ids: tuple[int, ...]
     overlap: bool
-    weight_bytes_read: int
-    """Weight bytes that every decode step reads: all but the rows of an input embedding of its own."""
+    weights: WeightBytes
 
 
 def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> StartedEngine:
@@ -44,7 +63,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
     layout = plan_arena(
         model.cache_groups(),
         block_tokens=config.block_tokens,
-        itemsize=info.dtype.itemsize,
+        dtypes=CacheDtypes(kv=info.dtype, state=STATE_DTYPES[config.state_dtype], conv=info.dtype),
         memory=memory,
         slab_bytes=config.slab_bytes,
     )
@@ -53,7 +72,6 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
     runner = Runner(
         model,
         layout,
-        dtype=info.dtype,
         device=device,
         max_requests=config.max_requests,
         max_context=max_context,
@@ -74,13 +92,35 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
             "device": str(device),
             "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
             "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
+            **_state_facts(layout),
             "least cacheable prefix": f"{layout.block_tokens} tokens",
         },
     )
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    tied = info.config.get("tie_word_embeddings", False)
-    embedding = 0 if tied else model.vocab_size * model.architecture.hidden_size * info.dtype.itemsize
-    return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap, info.weight_bytes - embedding)
+    weights = _weight_bytes(model.architecture, info)
+    return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap, weights)
+
+
+def _state_facts(layout: ArenaLayout) -> dict[str, str]:
+    """How large a state is, beside the tokens that would take its room."""
+    sizes = [laid.block_bytes for laid in layout.groups if laid.group.kind == "state"]
+    tokens = [laid.block_bytes for laid in layout.groups if laid.group.kind == "full"]
+    if not sizes:
+        return {}
+    worth = sum(sizes) * layout.block_tokens // max(1, sum(tokens))
+    return {"state": f"{sum(sizes) / 2**20:.2f} MiB each, as much as {worth} tokens of keys and values"}
+
+
+def _weight_bytes(architecture: Architecture, info: LoadedInfo) -> WeightBytes:
+    size = info.dtype.itemsize
+    # Of an input embedding of its own a step reads a few rows.
+    embedding = 0 if architecture.tied else architecture.vocab_size * architecture.hidden_size * size
+    mixtures = tuple(
+        (mix.count, mix.routing.top_k, mix.count * mix.intermediate * mix.hidden * 3 * size)
+        for mix in architecture.mixtures()
+    )
+    experts = sum(total for _, _, total in mixtures)
+    return WeightBytes(info.weight_bytes - embedding - experts, mixtures)
 
 
 def pick_device(name: str) -> torch.device:

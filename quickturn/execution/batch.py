@@ -1,11 +1,12 @@
 """The batch as it lives on the device: slot-indexed tables that steps change by small deltas.
 
 A request keeps one slot while it runs. Its tokens and block tables stay on the device; a step uploads which
-slots take part, new block-table entries and the tokens of requests that were just admitted, and gathers the
-rest there. The row behind the last slot belongs to nobody: padding rows of a fixed-size batch point to it,
-and it is never written.
+slots take part, which states they read and write, new block-table entries and the tokens of requests that
+were just admitted, and gathers the rest there. The row behind the last slot belongs to nobody: padding rows
+of a fixed-size batch point to it, and it is never written.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,22 @@ from numpy.typing import NDArray
 from quickturn_kernels import append_tokens, gather_decode
 
 from quickturn.cache.layout import ArenaLayout
-from quickturn.cache.views import LayerCache
-from quickturn.execution.upload import upload
-from quickturn.layers.forward import ForwardBatch
+from quickturn.cache.views import AnyCache
+from quickturn.execution.upload import upload, upload_together
+from quickturn.layers.forward import ForwardBatch, StateRows
 
 Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StateMoves:
+    """The blocks of one state group that a step's rows read and write, int32 [R]; zero: uint8 [R], 1 where a
+    state begins and nothing is read.
+    """
+
+    reads: Ints
+    writes: Ints
+    zero: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,8 @@ class StepRows:
     """One step's rows on the host, decode rows first.
 
     slots, query_lens, context_lens: int32 [R]; `context_lens` counts the tokens that are in the cache
-    before this step. samples: uint8 [R], 1 where the row's last token is to be sampled from.
+    before this step. samples: uint8 [R], 1 where the row's last token is to be sampled from. states: one
+    for each state group.
     """
 
     slots: Ints
@@ -34,6 +47,35 @@ class StepRows:
     context_lens: Ints
     samples: NDArray[np.uint8]
     num_decode: int
+    states: tuple[StateMoves, ...] = ()
+
+    def decodes_only(self) -> bool:
+        """Whether every row has one token and is sampled from."""
+        return self.num_decode == len(self.slots) and bool(self.samples.all())
+
+
+def decode_arrays(rows: StepRows, size: int, padding_slot: int) -> list[NDArray[np.integer]]:
+    """All that a step of decode rows brings to the device, filled up to `size` rows: slots and positions
+    (int64), then of each state group the blocks read and written (int32) and which states begin (uint8).
+
+    Padding rows have `padding_slot`, position -1, and blocks -1: nothing is written for them.
+    """
+
+    def padded(array: NDArray[np.integer], dtype: type[np.integer], filler: int) -> NDArray[np.integer]:
+        whole = np.full(size, filler, dtype=dtype)
+        whole[: len(array)] = array
+        return whole
+
+    arrays = [padded(rows.slots, np.int64, padding_slot), padded(rows.context_lens, np.int64, -1)]
+    for moves in rows.states:
+        arrays += [padded(moves.reads, np.int32, -1), padded(moves.writes, np.int32, -1)]
+        arrays.append(padded(moves.zero, np.uint8, 0))
+    return arrays
+
+
+def state_rows(tensors: Sequence[torch.Tensor]) -> tuple[StateRows, ...]:
+    """State groups from their tensors on the device, three each, in the order of `decode_arrays`."""
+    return tuple(StateRows(*tensors[i : i + 3]) for i in range(0, len(tensors), 3))
 
 
 class DeviceBatch:
@@ -42,7 +84,7 @@ class DeviceBatch:
     def __init__(
         self,
         layout: ArenaLayout,
-        caches: tuple[LayerCache, ...],
+        caches: tuple[AnyCache, ...],
         max_requests: int,
         max_context: int,
         device: torch.device,
@@ -52,17 +94,26 @@ class DeviceBatch:
         self.max_context = max_context
         self._block_tokens = layout.block_tokens
         self._caches = caches
+        self._state_groups = sum(laid.group.kind == "state" for laid in layout.groups)
         self._device = device
         self.padding_slot = max_requests
         rows = max_requests + 1
         blocks = -(-(max_context + 1) // layout.block_tokens)
         self.token_ids = torch.zeros((rows, max_context + 1), dtype=torch.int32, device=device)
         self.block_tables = tuple(
-            torch.zeros((rows, blocks), dtype=torch.int32, device=device) for _ in layout.groups
+            torch.zeros((rows, blocks), dtype=torch.int32, device=device)
+            for laid in layout.groups
+            if laid.group.kind != "state"
         )
         for table in self.block_tables:
             table[self.padding_slot] = -1
         self._decode_starts = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
+
+    def no_rows(self) -> StepRows:
+        """A step of no rows, with as many state groups as there are."""
+        none, flags = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint8)
+        moves = StateMoves(none, none, flags)
+        return StepRows(none, none, none, flags, 0, (moves,) * self._state_groups)
 
     def load_tokens(self, slot: int, tokens: Ints) -> None:
         """Put all known tokens of an admitted request into its slot."""
@@ -88,15 +139,25 @@ class DeviceBatch:
     def forward_batch(self, rows: StepRows) -> ForwardBatch:
         """Gather what the model needs for one step."""
         count, num_decode = len(rows.slots), rows.num_decode
-        slots = self._upload(rows.slots).long()
-        if num_decode == count and rows.samples.all():
+        if rows.decodes_only():
             longest = int(rows.context_lens.max(initial=0)) + 1
-            return self.decode_batch(slots, self._upload(rows.context_lens).long(), longest)
+            inputs = upload_together(decode_arrays(rows, count, self.padding_slot), self._device)
+            return self.decode_batch(inputs, longest)
         ends = np.cumsum(rows.query_lens, dtype=np.int32)
         starts = ends - rows.query_lens
-        row_of_token = self._upload(np.repeat(np.arange(count), rows.query_lens))
-        positions = self._upload(np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens))
         lengths = rows.context_lens + rows.query_lens
+        slots, row_of_token, positions, query_start, context_lens, sampled, *moves = upload_together(
+            [
+                rows.slots.astype(np.int64),
+                np.repeat(np.arange(count), rows.query_lens),
+                np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens).astype(np.int64),
+                np.concatenate(([0], ends)).astype(np.int32),
+                lengths,
+                (ends - 1)[rows.samples != 0].astype(np.int64),
+                *(array for state in rows.states for array in (state.reads, state.writes, state.zero)),
+            ],
+            self._device,
+        )
         max_context_len = int(lengths.max())
         size = self._block_tokens
         width = -(-max_context_len // size)
@@ -106,25 +167,25 @@ class DeviceBatch:
             token_ids=self.token_ids[token_slots, positions].long(),
             positions=positions,
             num_decode=num_decode,
-            query_start=self._upload(np.concatenate(([0], ends)).astype(np.int32)),
-            context_lens=self._upload(lengths),
+            query_start=query_start,
+            context_lens=context_lens,
             block_tables=tuple(table[:, :width][slots] for table in self.block_tables),
             slot_mapping=tuple(
                 table[token_slots, index].long() * size + offset for table in self.block_tables
             ),
             max_query_len=int(rows.query_lens.max()),
             max_context_len=max_context_len,
-            sample_rows=self._upload((ends - 1)[rows.samples != 0].astype(np.int64)),
+            sample_rows=sampled,
             caches=self._caches,
+            states=state_rows(moves),
         )
 
-    def decode_batch(
-        self, slots: torch.Tensor, positions: torch.Tensor, max_context_len: int
-    ) -> ForwardBatch:
+    def decode_batch(self, inputs: Sequence[torch.Tensor], max_context_len: int) -> ForwardBatch:
         """A batch of decode rows, all sampled, from tensors on the device alone: a CUDA graph can record it.
 
-        slots, positions: int64 [R]; a padding row has `padding_slot` and position -1.
+        inputs: what `decode_arrays` lists.
         """
+        slots, positions, *moves = inputs
         count = len(slots)
         width = -(-max_context_len // self._block_tokens)
         rows = gather_decode(slots, positions, self.token_ids, self.block_tables, self._block_tokens, width)
@@ -140,6 +201,7 @@ class DeviceBatch:
             max_context_len=max_context_len,
             sample_rows=None,
             caches=self._caches,
+            states=state_rows(moves),
         )
 
     def _upload(self, array: NDArray[np.integer]) -> torch.Tensor:

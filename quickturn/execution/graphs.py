@@ -1,21 +1,21 @@
 """Decode steps as CUDA graphs, one for each bucket of batch sizes.
 
-A graph reads two small static tensors (slots and positions) and gathers everything else on the device. It
+A graph reads one small static buffer (slots, positions, and which states are read and written) and gathers
+everything else on the device. It
 also takes the likeliest tokens and appends them, so that a greedy step costs one copy and one launch; other
 rows are sampled from its logits, and their tokens written over those. Rows that fill a batch up to its bucket
 point to the padding slot: nothing is written for them, and what they compute is thrown away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.batch import DeviceBatch, StepRows, decode_arrays
 from quickturn.execution.sampler import greedy
-from quickturn.execution.upload import host_tensor
+from quickturn.execution.upload import Bundle, host_tensor, upload
 from quickturn.models.base import Model
 
 WARM_UP_RUNS = 2
@@ -24,11 +24,12 @@ WARM_UP_RUNS = 2
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded decode step. inputs: int64 [2, bucket], slots and positions; logits: float32 [bucket,
+    """A recorded decode step. inputs: uint8, what `decode_arrays` lists, bundled; logits: float32 [bucket,
     vocab]; tokens: int64 [bucket], the likeliest.
     """
 
     graph: torch.cuda.CUDAGraph
+    bundle: Bundle
     inputs: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -82,33 +83,32 @@ class DecodeGraphs:
         Both are overwritten by the next replay of the same bucket.
         """
         count = len(rows.slots)
-        if rows.num_decode < count or not rows.samples.all():
+        if not rows.decodes_only():
             return None
-        recorded = self._recorded[self._bucket_of[count - 1]]
-        packed = np.empty((2, recorded.inputs.shape[1]), dtype=np.int64)
-        packed[0, :count], packed[0, count:] = rows.slots, self._batch.padding_slot
-        packed[1, :count], packed[1, count:] = rows.context_lens, -1
+        size = self._bucket_of[count - 1]
+        recorded = self._recorded[size]
+        packed = recorded.bundle.pack(decode_arrays(rows, size, self._batch.padding_slot))
         recorded.inputs.copy_(host_tensor(packed, self._device), non_blocking=True)
         recorded.graph.replay()
         return recorded.logits[:count], recorded.tokens[:count]
 
     def _record(self, size: int, pool: Any) -> RecordedStep:
-        inputs = torch.empty((2, size), dtype=torch.int64, device=self._device)
-        inputs[0], inputs[1] = self._batch.padding_slot, -1
+        arrays = decode_arrays(self._batch.no_rows(), size, self._batch.padding_slot)
+        bundle = Bundle.of(arrays)
+        inputs = upload(bundle.pack(arrays), self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_RUNS):
-                self._forward(inputs)
+                self._forward(bundle.unpack(inputs))
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, tokens = self._forward(inputs)
-        return RecordedStep(graph, inputs, logits, tokens)
+            logits, tokens = self._forward(bundle.unpack(inputs))
+        return RecordedStep(graph, bundle, inputs, logits, tokens)
 
-    def _forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slots, positions = inputs[0], inputs[1]
-        logits = self._model.forward(self._batch.decode_batch(slots, positions, self._batch.max_context))
+    def _forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._model.forward(self._batch.decode_batch(inputs, self._batch.max_context))
         tokens = greedy(logits)
-        self._batch.append_decoded(slots, positions, tokens)
+        self._batch.append_decoded(inputs[0], inputs[1], tokens)
         return logits, tokens

@@ -76,14 +76,13 @@ class Runner:
         model: Model,
         layout: ArenaLayout,
         *,
-        dtype: torch.dtype,
         device: torch.device,
         max_requests: int,
         max_context: int,
         vocab_size: int,
     ) -> None:
         """Allocate the arena and the tables of `max_requests` slots of `max_context` tokens."""
-        self.arena = Arena(layout, dtype, device)
+        self.arena = Arena(layout, device)
         self._model = model
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)

@@ -8,6 +8,7 @@ from quickturn_kernels import (
     paged_attention_prefill,
     rotary_attention_decode,
     rotary_cache_write,
+    sigmoid_gate,
 )
 
 from quickturn.layers.forward import ForwardBatch
@@ -20,7 +21,9 @@ class Attention:
     `queries_per_kv` query heads share a key-value head; how many heads there are is read off the width of the
     input, so that a share of the heads needs no other layer. `cos_sin`: float32 `[positions, rotary_dim]`.
     `window`: tokens seen back, 0 for all. `q_norm`, `k_norm` `[D]`: weights of a norm of each head ahead of
-    the rotation (Qwen3), or None.
+    the rotation (Qwen3), or None. `gated`: the input ends with a gate for each query head, whose sigmoid
+    multiplies the output (Qwen3-Next). `sinks` `[Hq]`: one more logit a head in the softmax's denominator
+    (gpt-oss). `softcap`: scores become `softcap * tanh(score / softcap)`, 0 for not.
     """
 
     layer: int
@@ -32,15 +35,28 @@ class Attention:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = 1e-6
+    gated: bool = False
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
 
     def __call__(self, qkv: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Fused `q|k|v` `[T, (Hq + 2 Hkv) D] -> [T, Hq D]`; writes this step's keys and values."""
+        """Fused `q|k|v` or `q|k|v|gate` `[T, (Hq + 2 Hkv [+ Hq]) D] -> [T, Hq D]`; writes this step's keys
+        and values.
+        """
         tokens, width = qkv.shape
-        kv_heads = width // (self.head_dim * (self.queries_per_kv + 2))
+        per_kv = self.queries_per_kv * (2 if self.gated else 1) + 2
+        kv_heads = width // (self.head_dim * per_kv)
+        query_heads = kv_heads * self.queries_per_kv
         heads = qkv.view(tokens, -1, self.head_dim)
-        q, k, v = heads.split_with_sizes((kv_heads * self.queries_per_kv, kv_heads, kv_heads), 1)
-        cache = batch.caches[self.layer]
-        if batch.prefill is None:
+        q, k, v = heads[:, : query_heads + 2 * kv_heads].split_with_sizes(
+            (query_heads, kv_heads, kv_heads), 1
+        )
+        out = self._attend(q, k, v, batch).view(tokens, -1)
+        return sigmoid_gate(out, qkv[:, -out.shape[1] :]) if self.gated else out
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        cache = batch.keys_and_values(self.layer)
+        if batch.prefill is None and self.sinks is None and not self.softcap:
             # What it reads but q, k and v was gathered or written several kernels ago, ahead of the norm and
             # the projection.
             return rotary_attention_decode(
@@ -61,7 +77,7 @@ class Attention:
                 window=self.window,
                 max_context_len=batch.max_context_len,
                 settled=True,
-            ).view(tokens, -1)
+            )
         rotary_cache_write(
             q,
             k,
@@ -76,14 +92,14 @@ class Attention:
             eps=self.eps,
         )
         if batch.decode is None:
-            out = self._prefill(q, batch)
-        else:
-            n = batch.num_decode
-            out = torch.cat((self._decode(q[:n], batch), self._prefill(q[n:], batch)))
-        return out.view(tokens, -1)
+            return self._prefill(q, batch)
+        n = batch.num_decode
+        if batch.prefill is None:
+            return self._decode(q, batch)
+        return torch.cat((self._decode(q[:n], batch), self._prefill(q[n:], batch)))
 
     def _decode(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        cache, rows = batch.caches[self.layer], batch.decode
+        cache, rows = batch.keys_and_values(self.layer), batch.decode
         assert rows is not None
         return paged_attention_decode(
             q,
@@ -93,11 +109,13 @@ class Attention:
             rows.context_lens,
             self.scale,
             window=self.window,
+            sinks=self.sinks,
+            softcap=self.softcap,
             max_context_len=batch.max_context_len,
         )
 
     def _prefill(self, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        cache, rows = batch.caches[self.layer], batch.prefill
+        cache, rows = batch.keys_and_values(self.layer), batch.prefill
         assert rows is not None
         return paged_attention_prefill(
             q,
@@ -109,5 +127,7 @@ class Attention:
             batch.max_query_len,
             self.scale,
             window=self.window,
+            sinks=self.sinks,
+            softcap=self.softcap,
             max_context_len=batch.max_context_len,
         )

@@ -5,7 +5,25 @@ from functools import cached_property
 
 import torch
 
-from quickturn.cache.views import LayerCache
+from quickturn.cache.views import AnyCache, LayerCache, LayerState
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Which blocks of a state group each row reads and writes.
+
+    reads, writes: int32 [R]; they may be the same block, and -1 in `writes` marks a padding row, for which
+    nothing is read or written. zero: uint8 [R], 1 where nothing is read because the state starts at zero
+    (`reads` is -1 there).
+    """
+
+    reads: torch.Tensor
+    writes: torch.Tensor
+    zero: torch.Tensor
+
+    def __getitem__(self, rows: slice) -> "StateRows":
+        """Those rows."""
+        return StateRows(self.reads[rows], self.writes[rows], self.zero[rows])
 
 
 @dataclass(frozen=True)
@@ -15,6 +33,7 @@ class Rows:
     query_start: torch.Tensor
     context_lens: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
+    states: tuple[StateRows, ...]
 
 
 @dataclass(frozen=True)
@@ -24,10 +43,10 @@ class ForwardBatch:
 
     token_ids, positions: int64 [T]. query_start: int32 [R + 1], offsets into the tokens. context_lens: int32
     [R], keys visible to the row's last token (this step's tokens included; 0 marks a padding row).
-    block_tables: per cache group int32 [R, max_blocks]. slot_mapping: per cache group int64 [T], `block_id *
-    block_tokens + offset`, -1 for tokens that are padding. max_query_len, max_context_len: host bounds.
-    sample_rows: int64 [S], token indexes whose logits are wanted, or None for all. caches: one for each
-    decoder layer.
+    block_tables: per full or window group int32 [R, max_blocks]. slot_mapping: the same, int64 [T],
+    `block_id * block_tokens + offset`, -1 for tokens that are padding. max_query_len, max_context_len: host
+    bounds. sample_rows: int64 [S], token indexes whose logits are wanted, or None for all. caches: one for
+    each decoder layer. states: one for each state group.
     """
 
     token_ids: torch.Tensor
@@ -40,7 +59,20 @@ class ForwardBatch:
     max_query_len: int
     max_context_len: int
     sample_rows: torch.Tensor | None
-    caches: tuple[LayerCache, ...]
+    caches: tuple[AnyCache, ...]
+    states: tuple[StateRows, ...] = ()
+
+    def keys_and_values(self, layer: int) -> LayerCache:
+        """The cache of an attention layer."""
+        cache = self.caches[layer]
+        assert isinstance(cache, LayerCache)
+        return cache
+
+    def state(self, layer: int) -> LayerState:
+        """The states of a recurrent layer."""
+        cache = self.caches[layer]
+        assert isinstance(cache, LayerState)
+        return cache
 
     @cached_property
     def decode(self) -> Rows | None:
@@ -49,7 +81,8 @@ class ForwardBatch:
         if n == 0:
             return None
         tables = tuple(table[:n] for table in self.block_tables)
-        return Rows(self.query_start[: n + 1], self.context_lens[:n], tables)
+        states = tuple(rows[:n] for rows in self.states)
+        return Rows(self.query_start[: n + 1], self.context_lens[:n], tables, states)
 
     @cached_property
     def prefill(self) -> Rows | None:
@@ -58,6 +91,7 @@ class ForwardBatch:
         if n == self.context_lens.shape[0]:
             return None
         if n == 0:
-            return Rows(self.query_start, self.context_lens, self.block_tables)
+            return Rows(self.query_start, self.context_lens, self.block_tables, self.states)
         tables = tuple(table[n:] for table in self.block_tables)
-        return Rows(self.query_start[n:] - n, self.context_lens[n:], tables)
+        states = tuple(rows[n:] for rows in self.states)
+        return Rows(self.query_start[n:] - n, self.context_lens[n:], tables, states)

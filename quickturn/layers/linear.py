@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from quickturn_kernels import LinearWeight, linear, linear_silu_and_mul
+from quickturn_kernels import LinearWeight, gelu_tanh_and_mul, linear, linear_silu_and_mul
 
 from quickturn.layers.forward import ForwardBatch
 
-__all__ = ["GatedLinear", "Head", "Linear", "LinearWeight"]
+__all__ = ["GatedLinear", "GeluGatedLinear", "Head", "Linear", "LinearWeight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,29 @@ class GatedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The language-model head: hidden states `[S, H]` to float32 logits `[S, V]`."""
+class GeluGatedLinear:
+    """GeGLU (Shazeer 2020) up to its second product: `gelu(gate) * up`, with `gate|up = x W^T + b` and the
+    tanh form of gelu.
+    """
 
     weight: LinearWeight
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`[T, K] -> [T, I]`, with W `[2 I, K]`."""
+        return gelu_tanh_and_mul(linear(x, self.weight, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The language-model head: hidden states `[S, H]` to float32 logits `[S, V]`, squashed to `softcap *
+    tanh(logit / softcap)` unless that is 0.
+    """
+
+    weight: LinearWeight
+    softcap: float = 0.0
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[S, H] -> [S, V]` in float32, so that close logits are not rounded into ties."""
-        return linear(x, self.weight, None, torch.float32)
+        logits = linear(x, self.weight, None, torch.float32)
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else logits

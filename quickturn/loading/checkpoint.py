@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quickturn.files.errors import LoadError
+from quickturn.loading.source import take
+from quickturn.parallel.weights import Cut
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -54,9 +57,19 @@ class SafetensorsSource:
         """None: nothing here is quantised."""
         return None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Copy tensor `name` to `out`, casting on the way."""
-        out.copy_(self._files[name].get_tensor(name))
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """Copy tensor `name`, or that part of it, to `out`, casting on the way."""
+        if cut is None:
+            out.copy_(self._files[name].get_tensor(name))
+            return
+        if cut.view == cut.shape:
+            # Only what is wanted of the first dimension is read: one expert of many.
+            start, stop, step = cut.at[0]
+            part = self._files[name].get_slice(name)[start:stop]
+            rest = replace(cut, view=tuple(part.shape), at=((0, stop - start, step), *cut.at[1:]))
+            out.copy_(take(part, rest).reshape(out.shape))
+        else:
+            out.copy_(take(self._files[name].get_tensor(name), cut).reshape(out.shape))
 
 
 def _shards(directory: Path) -> list[Path]:

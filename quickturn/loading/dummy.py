@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from quickturn.parallel.weights import WeightSpec
+from quickturn.parallel.weights import Cut, WeightSpec, stored_shape
 
 
 class DummySource:
@@ -18,9 +18,13 @@ class DummySource:
         """Nothing is made before it is read."""
         self._seed = seed
         self._shapes = {
-            segment.tensor: (segment.rows,) if spec.columns is None else (segment.rows, spec.columns)
+            segment.tensor: stored_shape(spec, segment) for spec in specs for segment in spec.segments
+        }
+        self._near_one = {
+            segment.tensor: 1.0 - spec.offset
             for spec in specs
             for segment in spec.segments
+            if spec.columns is None and segment.tensor.endswith(".weight")
         }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -31,10 +35,11 @@ class DummySource:
         """None: nothing here is quantised."""
         return None
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Ones for norms, else normal with deviation 0.02, as most models are initialised."""
-        if out.ndim == 1 and name.endswith(".weight"):
-            out.fill_(1.0)
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """Norms scale by one; all else is normal with deviation 0.02, as most models are initialised."""
+        if name in self._near_one:
+            out.fill_(self._near_one[name])
             return
-        generator = torch.Generator(out.device).manual_seed(zlib.crc32(name.encode(), self._seed))
+        key = name if cut is None else f"{name}{cut.at}"
+        generator = torch.Generator(out.device).manual_seed(zlib.crc32(key.encode(), self._seed))
         out.normal_(0.0, 0.02, generator=generator)

@@ -14,6 +14,8 @@ from gguf import GGMLQuantizationType
 from quickturn.files.errors import LoadError
 from quickturn.files.gguf_header import GgufHeader, GgufTensor, read_header
 from quickturn.loading.dequantize import dequantize_into, row_bytes
+from quickturn.loading.source import take
+from quickturn.parallel.weights import Cut
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -88,8 +90,13 @@ class GgufSource:
         """How the file's own numbers can stay as they are; None for formats that only dequantise."""
         return _KEPT.get(GGMLQuantizationType(self._tensors[name].ggml_type))
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Dequantise tensor `name` to `out`, casting on the way."""
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """Dequantise tensor `name`, or that part of it, to `out`, casting on the way."""
+        if cut is not None:
+            whole = torch.empty(cut.shape, dtype=out.dtype)
+            self.read_into(name, whole)
+            out.copy_(take(whole, cut).reshape(out.shape))
+            return
         raw = self._raw(self._tensors[name])
         heads = self._heads.get(name.split(".")[-2])
         if self.family == "llama" and heads:

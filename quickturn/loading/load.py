@@ -16,9 +16,11 @@ from quickturn.files.resolve import ModelFiles, resolve
 from quickturn.loading.checkpoint import SafetensorsSource, read_config
 from quickturn.loading.dtype import resolve_dtype
 from quickturn.loading.dummy import DummySource
+from quickturn.loading.mxfp4 import MxfpSource
 from quickturn.loading.parameters import load_parameters
-from quickturn.loading.source import TensorSource
+from quickturn.loading.source import RenamedSource, TensorSource
 from quickturn.models.base import Architecture, Model, build
+from quickturn.models.config import text_config
 from quickturn.models.registry import architecture_of
 
 Progress = Callable[[str, int, int], None]
@@ -60,6 +62,8 @@ def load_model(
     max_context = _max_context(architecture, config.max_context)
     if source is None:
         source = DummySource(specs, config.seed)
+    else:
+        source = MxfpSource(RenamedSource(source, architecture.prefixes, architecture.ignored))
     dtype = resolve_dtype(config.dtype, device)
     if config.quantization != "none" and dtype != torch.bfloat16:
         raise ValueError(f"quantization {config.quantization} computes in bfloat16, but the dtype is {dtype}")
@@ -71,10 +75,8 @@ def load_model(
 
     parameters = load_parameters(specs, source, dtype, device, report, config.quantization)
     model = build(architecture, parameters, max_context, device)
-    tensors = {
-        segment.tensor: segment.rows * (spec.columns or 1) for spec in specs for segment in spec.segments
-    }
-    count = sum(tensors.values())
+    tied = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
+    count = sum(spec.rows * (spec.columns or 1) for spec in specs) - tied
     held = {id(parameter): _bytes(parameter) for parameter in parameters.values()}
     info = LoadedInfo(
         files=files,
@@ -114,7 +116,7 @@ def _bytes(parameter: torch.Tensor | LinearWeight) -> int:
 
 def _stop_token_ids(path: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     generation = path / "generation_config.json"
-    given = hf.get("eos_token_id")
+    given = hf.get("eos_token_id", text_config(hf).get("eos_token_id"))
     if generation.exists():
         try:
             given = json.loads(generation.read_text()).get("eos_token_id", given)

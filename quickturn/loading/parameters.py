@@ -7,6 +7,7 @@ parameters in work.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal
 
 import quickturn_kernels
@@ -16,7 +17,7 @@ from quickturn_kernels import LinearWeight, prepare_linear
 from quickturn.config import Quantization
 from quickturn.files.errors import LoadError
 from quickturn.loading.source import TensorSource
-from quickturn.parallel.weights import WeightSpec
+from quickturn.parallel.weights import WeightSpec, stored_shape
 
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
@@ -42,6 +43,7 @@ def load_parameters(
     A checkpoint tensor that two specs name (a tied head) is read once, and laid out for the head: the
     embedding takes its rows from there.
     """
+    specs = choose(specs, source.shapes())
     check_names(specs, source.shapes())
     first_use: dict[str, WeightSpec] = {}
     for spec in specs:
@@ -56,12 +58,7 @@ def load_parameters(
         matrix = spec.use == "linear" or spec.name in heads
         quantize = _format(spec, source, quantization) if matrix else None
         # From float32, so that the numbers of a file that is quantised alike come back exactly.
-        read_as = dtype if quantize is None else torch.float32
-        tensor = torch.empty(spec.shape, dtype=read_as, device=device)
-        row = 0
-        for segment in spec.segments:
-            source.read_into(segment.tensor, tensor[row : row + segment.rows])
-            row += segment.rows
+        tensor = read(spec, source, dtype if quantize is None else torch.float32, device)
         if quantize is not None:
             return prepare_linear(tensor, quantize=quantize)
         return prepare_linear(tensor) if matrix else tensor
@@ -84,13 +81,38 @@ def load_parameters(
     return parameters
 
 
+def choose(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...]]) -> list[WeightSpec]:
+    """`specs` with the segments that the checkpoint has, where there are alternatives."""
+
+    def chosen(spec: WeightSpec) -> WeightSpec:
+        for segments in spec.alternatives:
+            if segments[0].tensor in shapes:
+                return replace(spec, segments=segments, alternatives=())
+        return spec
+
+    return [
+        spec if not spec.alternatives or spec.segments[0].tensor in shapes else chosen(spec) for spec in specs
+    ]
+
+
+def read(spec: WeightSpec, source: TensorSource, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The parameter as it was declared, not laid out for anything: `spec.shape` on `device`, of `dtype`
+    unless the declaration wants float32.
+    """
+    columns = () if spec.columns is None else (spec.columns,)
+    tensor = torch.empty((spec.rows, *columns), dtype=torch.float32 if spec.wide else dtype, device=device)
+    row = 0
+    for segment in spec.segments:
+        source.read_into(segment.tensor, tensor[row : row + segment.rows], segment.cut)
+        row += segment.rows
+    if spec.offset:
+        tensor += spec.offset
+    return tensor.view(spec.shape)
+
+
 def check_names(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises LoadError naming tensors that are missing, misshapen, or have no place in the model."""
-    wanted = {
-        segment.tensor: (segment.rows,) if spec.columns is None else (segment.rows, spec.columns)
-        for spec in specs
-        for segment in spec.segments
-    }
+    wanted = {segment.tensor: stored_shape(spec, segment) for spec in specs for segment in spec.segments}
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise LoadError(f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {_some(missing)}")

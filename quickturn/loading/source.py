@@ -1,9 +1,11 @@
 """What a loader must be able to do, whatever the file format."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
+
+from quickturn.parallel.weights import Cut
 
 
 class TensorSource(Protocol):
@@ -16,8 +18,54 @@ class TensorSource(Protocol):
         """The quantised format of `quickturn_kernels` that holds exactly the numbers of tensor `name`; None
         if there is none."""
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Write tensor `name` to `out`, of its shape, casting to the dtype and moving to the device of `out`.
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """Write tensor `name`, or that part of it, to `out`, casting to the dtype and moving to the device of
+        `out`.
 
-        May be called by several threads at once.
+        `out` has the tensor's shape, or as many elements as the part. May be called by several threads at
+        once.
         """
+
+
+def take(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The part of `tensor`, of any shape with `cut.shape`'s elements, that `cut` means; a view where it can
+    be."""
+    part = tensor.reshape(cut.view)[tuple(slice(*at) for at in cut.at)]
+    return part.transpose(-1, -2) if cut.swapped else part
+
+
+class RenamedSource:
+    """A source with other prefixes, and without the tensors that the model has no use for."""
+
+    def __init__(
+        self, source: TensorSource, prefixes: Sequence[tuple[str, str]], ignored: Sequence[str]
+    ) -> None:
+        """`prefixes`: (in the checkpoint, here), the first that fits; `ignored`: prefixes in the
+        checkpoint.
+        """
+        self._source = source
+        self._stored: dict[str, str] = {}
+        for name in source.shapes():
+            if not name.startswith(tuple(ignored)):
+                self._stored[_renamed(name, prefixes)] = name
+        shapes = source.shapes()
+        self._shapes = {here: shapes[name] for here, name in self._stored.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor that is left."""
+        return self._shapes
+
+    def stored_bits(self, name: str) -> Literal["int8", "int4"] | None:
+        """As the source says."""
+        return self._source.stored_bits(self._stored[name])
+
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """As the source does."""
+        self._source.read_into(self._stored[name], out, cut)
+
+
+def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for there, here in prefixes:
+        if name.startswith(there):
+            return here + name.removeprefix(there)
+    return name

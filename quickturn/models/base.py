@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from quickturn.cache.layout import CacheGroup
+from quickturn.cache.layout import AnyGroup, CacheGroup, StateGroup
 from quickturn.layers.forward import ForwardBatch
 from quickturn.layers.rotary import Rotary, cos_sin_table
-from quickturn.models.declare import Attend, Declaration, Embed, Head, Materials, Norm, Parameter
+from quickturn.models.declare import Declaration, Embed, Head, Materials, Norm, Parameter
+from quickturn.models.experts import Mix
+from quickturn.models.mixers import Attend, Delta
 from quickturn.parallel.placement import Run, Step, conversions
 from quickturn.parallel.weights import WeightSpec
 
@@ -17,7 +19,8 @@ from quickturn.parallel.weights import WeightSpec
 class Architecture:
     """A decoder-only model as its file declares it; no tensor in it.
 
-    `max_positions` is the longest context the checkpoint is meant for, in tokens.
+    `max_positions` is the longest context the checkpoint is meant for, in tokens. `prefixes` are (in the
+    checkpoint, here) of tensor names, `ignored` the prefixes of checkpoint tensors that nothing here needs.
     """
 
     family: str
@@ -28,6 +31,8 @@ class Architecture:
     layers: tuple[tuple[Declaration, ...], ...]
     norm: Norm
     head: Head
+    prefixes: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def declarations(self) -> tuple[Declaration, ...]:
         """Every step in the order of execution."""
@@ -42,15 +47,32 @@ class Architecture:
         """The attention of each decoder layer."""
         return tuple(step for layer in self.layers for step in layer if isinstance(step, Attend))
 
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers grouped by cache shape and window, full attention first, then in the order of their first
-        layer.
+    def recurrent(self) -> tuple[Delta, ...]:
+        """The linear attention of the decoder layers that have it."""
+        return tuple(step for layer in self.layers for step in layer if isinstance(step, Delta))
+
+    def mixtures(self) -> tuple[Mix, ...]:
+        """The mixtures of experts."""
+        return tuple(step for layer in self.layers for step in layer if isinstance(step, Mix))
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding's table."""
+        return self.head.tensor == f"{self.embed.name}.weight"
+
+    def cache_groups(self) -> tuple[AnyGroup, ...]:
+        """Layers grouped by cache shape and lifetime: full attention first, then windows in the order of
+        their first layer, then states.
         """
         members: dict[tuple[int, int, int], list[int]] = {}
         for step in self.attention():
             members.setdefault((step.window, step.kv_heads, step.head_dim), []).append(step.layer)
         keys = sorted(members, key=lambda key: (key[0] > 0, members[key][0]))
-        return tuple(
+        states: dict[tuple[int, int, int, int, int], list[int]] = {}
+        for delta in self.recurrent():
+            shape = (delta.value_heads, delta.key_dim, delta.value_dim, delta.channels, delta.width)
+            states.setdefault(shape, []).append(delta.layer)
+        paged = tuple(
             CacheGroup(
                 "window" if window else "full",
                 tuple(members[window, kv_heads, head_dim]),
@@ -60,6 +82,7 @@ class Architecture:
             )
             for window, kv_heads, head_dim in keys
         )
+        return *paged, *(StateGroup(tuple(layers), *shape) for shape, layers in states.items())
 
 
 class Model:
@@ -83,8 +106,8 @@ class Model:
         """Longest context in tokens that the checkpoint is meant for."""
         return self.architecture.max_positions
 
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The cache that the model needs; `ForwardBatch` tables are in this order."""
+    def cache_groups(self) -> tuple[AnyGroup, ...]:
+        """The cache that the model needs; tables and state rows of a `ForwardBatch` are in this order."""
         return self.architecture.cache_groups()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -124,5 +147,7 @@ def build(
     declarations = architecture.declarations()
     steps = tuple(declaration.step(materials) for declaration in declarations)
     conversions(steps)
-    last_attention = max(i for i, declaration in enumerate(declarations) if isinstance(declaration, Attend))
-    return Model(architecture, steps, last_attention + 1)
+    last_mixer = max(
+        i for i, declaration in enumerate(declarations) if isinstance(declaration, Attend | Delta)
+    )
+    return Model(architecture, steps, last_mixer + 1)

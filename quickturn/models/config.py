@@ -43,11 +43,26 @@ class DecoderShape:
 _SIZES = (
     "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
 )
+
+
+def require(hf: HfConfig, *keys: str) -> None:
+    """Raises ValueError naming those of `keys` that the config has no value for."""
+    missing = [key for key in keys if hf.get(key) is None]
+    if missing:
+        raise ValueError(f"the model's config lacks {', '.join(missing)}")
+
+
+def text_config(hf: HfConfig) -> HfConfig:
+    """The part of a config that describes the text model: itself, unless it nests that beside others."""
+    nested = hf.get("text_config")
+    if not nested:
+        return hf
+    outer = {key: hf[key] for key in ("tie_word_embeddings", "quantization_config") if key in hf}
+    return outer | dict(nested)
 
 
 def decoder_shape(
@@ -56,16 +71,17 @@ def decoder_shape(
     head_dim: int | None = None,
     default_eps: float = 1e-6,
     windows: tuple[int, ...] | None = None,
+    mixture: bool = False,
 ) -> DecoderShape:
     """The shape stated by `hf`. `head_dim` is the family's default where it isn't `hidden_size / heads`.
+    `mixture`: the family has experts, and perhaps no dense feed-forward (`intermediate` is 0 then).
 
     Raises UnsupportedModelError for options that need what isn't built, ValueError for sizes that don't fit
     together.
     """
-    _refuse_unsupported(hf)
-    missing = [key for key in _SIZES if hf.get(key) is None]
-    if missing:
-        raise ValueError(f"the model's config lacks {', '.join(missing)}")
+    _refuse_unsupported(hf, mixture)
+    sizes = _SIZES if mixture else (*_SIZES, "intermediate_size")
+    require(hf, *sizes)
     heads = int(hf["num_attention_heads"])
     kv_heads = int(hf.get("num_key_value_heads") or heads)
     if heads % kv_heads:
@@ -76,7 +92,7 @@ def decoder_shape(
     return DecoderShape(
         vocab=int(hf["vocab_size"]),
         hidden=int(hf["hidden_size"]),
-        intermediate=int(hf["intermediate_size"]),
+        intermediate=int(hf.get("intermediate_size") or 0),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -89,12 +105,12 @@ def decoder_shape(
     )
 
 
-def _refuse_unsupported(hf: HfConfig) -> None:
+def _refuse_unsupported(hf: HfConfig, mixture: bool) -> None:
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported, only 'silu'")
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if (hf.get(key) or 0) > 1:
+        if not mixture and (hf.get(key) or 0) > 1:
             raise UnsupportedModelError(
                 f"mixture-of-experts layers ({key}={hf[key]}) are not supported for this family"
             )
@@ -126,6 +142,19 @@ def window_layers(hf: HfConfig) -> tuple[int, ...]:
             "layer_types names sliding_attention, but use_sliding_window or sliding_window is not set"
         )
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def layer_kinds(hf: HfConfig, default: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """What each layer mixes tokens with: `layer_types`, or `default`. Raises UnsupportedModelError for kinds
+    that are not `known`, ValueError for a wrong number of them.
+    """
+    kinds = tuple(hf.get("layer_types") or default)
+    unknown = sorted(set(kinds) - set(known))
+    if unknown:
+        raise UnsupportedModelError(f"layer_types {', '.join(unknown)} are not supported for this family")
+    if len(kinds) != len(default):
+        raise ValueError(f"layer_types has {len(kinds)} entries for {len(default)} layers")
+    return kinds
 
 
 def rotary_of(hf: HfConfig, head_dim: int) -> tuple[Rotary, int]:

@@ -6,17 +6,21 @@ the step once the weights are there. Sharding of activations and of weights foll
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from quickturn.layers import attention, embedding, linear, norm
+from quickturn.layers import embedding, linear, norm
 from quickturn.layers.linear import LinearWeight
 from quickturn.layers.rotary import Rotary
 from quickturn.parallel.placement import Axis, Partial, Placement, Replicate, Shard, Step
-from quickturn.parallel.weights import Segment, WeightSpec
+from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 Parameter = torch.Tensor | LinearWeight
+
+NormKind = Literal["plain", "wide", "offset"]
+"""`plain`: multiplied as stored, after rounding to the activations' dtype. `wide`: multiplied in float32.
+`offset`: in float32, too, and one is added to what is stored."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,14 @@ class Declaration(Protocol):
 
 @dataclass(frozen=True)
 class Embed:
-    """Token ids to vectors. Whole on every rank: a lookup costs nothing and needs no collective."""
+    """Token ids to vectors, times `scale` in the table's dtype. Whole on every rank: a lookup costs nothing
+    and needs no collective.
+    """
 
     name: str
     vocab: int
     hidden: int
+    scale: float = 1.0
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[V, H]`."""
@@ -70,14 +77,16 @@ class Embed:
 
     def step(self, materials: Materials) -> Step:
         """Ids `[T]` to the residual stream `[T, H]`."""
-        run = embedding.Embedding(materials.parameters[f"{self.name}.weight"])
+        table = materials.parameters[f"{self.name}.weight"]
+        scale = float(torch.tensor(self.scale, dtype=table.dtype))
+        run = embedding.Embedding(table, scale)
         return Step(self.name, "vocab", Replicate(), Replicate(), run, "begin")
 
 
 @dataclass(frozen=True)
 class Norm:
     """RMS norm; with `adds`, of the residual stream after its input was added to it. On the axis of what
-    follows.
+    follows. `kind` says how its weight is stored and multiplied.
     """
 
     name: str
@@ -85,11 +94,11 @@ class Norm:
     eps: float
     axis: Axis
     adds: bool = True
+    kind: NormKind = "plain"
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[H]`."""
-        segments = (Segment(f"{self.name}.weight", self.hidden),)
-        return (WeightSpec(f"{self.name}.weight", segments, None, "vector", self.axis, Replicate()),)
+        return (norm_weight(self.name, self.hidden, self.axis, self.kind),)
 
     def step(self, materials: Materials) -> Step:
         """`[T, H] -> [T, H]`."""
@@ -103,12 +112,27 @@ class Norm:
 @dataclass(frozen=True)
 class Part:
     """One of the matrices fused into a column-parallel linear: checkpoint module, output rows, rows that stay
-    together.
+    together. With `group`, the matrix is part of a larger one in the checkpoint, which has `groups` times
+    `group` rows: an equal share of each group, from its row `start`.
     """
 
     module: str
     rows: int
     unit: int = 1
+    start: int = 0
+    group: int = 0
+    groups: int = 1
+
+    def segment(self, suffix: str, columns: int | None) -> Segment:
+        """Where the rows of parameter `suffix` come from."""
+        name = f"{self.module}.{suffix}"
+        if not self.group:
+            return Segment(name, self.rows, self.unit)
+        width = () if columns is None else (columns,)
+        taken = (self.start, self.start + self.rows // self.groups, 1)
+        at = ((0, self.groups, 1), taken, *((0, size, 1) for size in width))
+        cut = Cut((self.groups * self.group, *width), (self.groups, self.group, *width), at)
+        return Segment(name, self.rows, self.unit, cut)
 
 
 @dataclass(frozen=True)
@@ -123,7 +147,7 @@ class Column:
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[sum of rows, columns]`, and `bias` `[sum of rows]`."""
-        return _linear_weights(self.name, self.axis, self.columns, self.parts, self.bias, Shard(0), Shard(0))
+        return linear_weights(self.name, self.axis, self.columns, self.parts, self.bias, Shard(0), Shard(0))
 
     def step(self, materials: Materials) -> Step:
         """`[T, K] -> [T, N]`."""
@@ -132,7 +156,7 @@ class Column:
 
 @dataclass(frozen=True)
 class GatedColumn:
-    """`silu(gate) * up` of two linear maps of one input, their outputs shared out alike: Replicate to
+    """`activation(gate) * up` of two linear maps of one input, their outputs shared out alike: Replicate to
     Shard(-1).
     """
 
@@ -142,16 +166,18 @@ class GatedColumn:
     gate: Part
     up: Part
     bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[2 I, columns]`, the gate's rows first, and `bias` `[2 I]`."""
         parts = (self.gate, self.up)
-        return _linear_weights(self.name, self.axis, self.columns, parts, self.bias, Shard(0), Shard(0))
+        return linear_weights(self.name, self.axis, self.columns, parts, self.bias, Shard(0), Shard(0))
 
     def step(self, materials: Materials) -> Step:
         """`[T, K] -> [T, I]`."""
         map = _linear(self.name, self.bias, materials)
-        return Step(self.name, self.axis, Replicate(), Shard(-1), linear.GatedLinear(map.weight, map.bias))
+        kind = linear.GatedLinear if self.activation == "silu" else linear.GeluGatedLinear
+        return Step(self.name, self.axis, Replicate(), Shard(-1), kind(map.weight, map.bias))
 
 
 @dataclass(frozen=True)
@@ -167,7 +193,7 @@ class Row:
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[rows, columns]`, and `bias` `[rows]`."""
         parts = (Part(self.name, self.rows),)
-        return _linear_weights(self.name, self.axis, self.columns, parts, self.bias, Shard(1), Partial())
+        return linear_weights(self.name, self.axis, self.columns, parts, self.bias, Shard(1), Partial())
 
     def step(self, materials: Materials) -> Step:
         """`[T, K] -> [T, N]`."""
@@ -175,64 +201,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Attend:
-    """Attention of decoder layer `layer` over its cache, heads shared out. `norm` names q and k norm modules,
-    if any.
-    """
-
-    name: str
-    layer: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: Rotary
-    window: int = 0
-    norms: tuple[str, str] | None = None
-    eps: float = 1e-6
-
-    def weights(self) -> tuple[WeightSpec, ...]:
-        """Norm weights `[D]`, the same for every head."""
-        return tuple(
-            WeightSpec(
-                f"{name}.weight",
-                (Segment(f"{name}.weight", self.head_dim),),
-                None,
-                "vector",
-                "attn",
-                Replicate(),
-            )
-            for name in self.norms or ()
-        )
-
-    def step(self, materials: Materials) -> Step:
-        """Fused `q|k|v` `[T, (Hq + 2 Hkv) D] -> [T, Hq D]`."""
-        q_norm, k_norm = (
-            (materials.tensor(f"{name}.weight") for name in self.norms) if self.norms else (None, None)
-        )
-        run = attention.Attention(
-            layer=self.layer,
-            head_dim=self.head_dim,
-            queries_per_kv=self.heads // self.kv_heads,
-            scale=self.head_dim**-0.5,
-            cos_sin=materials.rotary[self.rotary],
-            window=self.window,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=self.eps,
-        )
-        return Step(self.name, "attn", Shard(-1), Shard(-1), run)
-
-
-@dataclass(frozen=True)
 class Head:
     """Hidden states to logits, the vocabulary shared out. `tensor` is the checkpoint's: the embedding's own
-    if tied.
+    if tied. `softcap` squashes the logits, 0 for not.
     """
 
     name: str
     vocab: int
     hidden: int
     tensor: str
+    softcap: float = 0.0
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[V, H]`."""
@@ -241,11 +219,21 @@ class Head:
 
     def step(self, materials: Materials) -> Step:
         """`[S, H] -> float32 [S, V]`."""
-        run = linear.Head(materials.matrix(f"{self.name}.weight"))
+        run = linear.Head(materials.matrix(f"{self.name}.weight"), self.softcap)
         return Step(self.name, "vocab", Replicate(), Shard(-1), run)
 
 
-def _linear_weights(
+def norm_weight(name: str, size: int, axis: Axis, kind: NormKind = "plain") -> WeightSpec:
+    """`weight` `[size]` of the norm module `name`."""
+    tensor = f"{name}.weight"
+    offset = 1.0 if kind == "offset" else 0.0
+    segments = (Segment(tensor, size),)
+    return WeightSpec(
+        tensor, segments, None, "vector", axis, Replicate(), wide=kind != "plain", offset=offset
+    )
+
+
+def linear_weights(
     name: str,
     axis: Axis,
     columns: int,
@@ -254,13 +242,19 @@ def _linear_weights(
     weight_placement: Placement,
     bias_placement: Placement,
 ) -> tuple[WeightSpec, ...]:
-    def segments(suffix: str) -> tuple[Segment, ...]:
-        return tuple(Segment(f"{part.module}.{suffix}", part.rows, part.unit) for part in parts)
-
-    weight = WeightSpec(f"{name}.weight", segments("weight"), columns, "linear", axis, weight_placement)
+    """Weight, and bias if there is one, of matrices with one input fused into one."""
+    weight = WeightSpec(
+        f"{name}.weight",
+        tuple(part.segment("weight", columns) for part in parts),
+        columns,
+        "linear",
+        axis,
+        weight_placement,
+    )
     if not bias:
         return (weight,)
-    return weight, WeightSpec(f"{name}.bias", segments("bias"), None, "vector", axis, bias_placement)
+    segments = tuple(part.segment("bias", None) for part in parts)
+    return weight, WeightSpec(f"{name}.bias", segments, None, "vector", axis, bias_placement)
 
 
 def _linear(name: str, bias: bool, materials: Materials) -> linear.Linear:

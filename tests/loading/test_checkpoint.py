@@ -137,8 +137,8 @@ def test_models_that_are_not_built(tmp_path: Path) -> None:
     for config, message in (
         ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*LlamaForCausalLM, Qwen2ForCausalLM"),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
-            "Qwen3MoeForCausalLM is not supported",
+            {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8},
+            "Qwen2MoeForCausalLM is not supported",
         ),
         ({"num_local_experts": 8}, "mixture-of-experts"),
         ({"hidden_act": "gelu"}, "gelu"),

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from quickturn.models.base import Model
 
 TOLERANCE = 2e-4
+RECURRENT_TOLERANCE = 4e-3
+"""transformers' own two ways through a gated delta net, at once and token by token, are 1e-3 apart here."""
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -51,8 +53,9 @@ def test_logits_of_ragged_batches(option: str, pair: Callable[[str], tuple[PreTr
         for (i, _), part in zip(work, kept.split([len(ids) for _, ids in work]), strict=True):
             got[i].append(part)
     for ids, parts in zip(sequences, got, strict=True):
+        tolerance = RECURRENT_TOLERANCE if model.architecture.recurrent() else TOLERANCE
         torch.testing.assert_close(
-            torch.cat(parts), reference_logits(reference, ids), atol=TOLERANCE, rtol=TOLERANCE
+            torch.cat(parts), reference_logits(reference, ids), atol=tolerance, rtol=tolerance
         )
 
 

@@ -21,6 +21,29 @@ TINY: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+MIXTURE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+GEMMA: dict[str, Any] = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 30,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -87,6 +110,30 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 5,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "qwen3-moe": ("qwen3_moe", MIXTURE | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": ("qwen3_moe", MIXTURE | {"head_dim": 16, "mlp_only_layers": [1]}),
+    "qwen3-next": ("qwen3_next", HYBRID | MIXTURE | {"norm_topk_prob": True}),
+    "qwen3-next-dense": ("qwen3_next", HYBRID | MIXTURE | {"decoder_sparse_step": 2, "attention_bias": True}),
+    "qwen3.5": ("qwen3_5_text", HYBRID),
+    "qwen3.5-tied": ("qwen3_5_text", HYBRID | {"tie_word_embeddings": True, "linear_num_key_heads": 4}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", HYBRID | MIXTURE),
+    "gemma3": ("gemma3_text", GEMMA),
+    "gemma3-softcap": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 16, "sliding_window": 7, "num_local_experts": 6, "num_experts_per_tok": 2},
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Cases of the ops on plain matrices: norms, silu_and_mul, embedding, linear, linear_silu_and_mul."""
+"""Cases of the ops on plain matrices: norms, gated activations, embedding, linear, linear_silu_and_mul."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 
 from quickturn_kernels.numerics.check import Case, Result
-from quickturn_kernels.ops.activation import silu_and_mul
+from quickturn_kernels.ops.activation import gelu_tanh_and_mul, sigmoid_gate, silu_and_mul
 from quickturn_kernels.ops.embedding import embedding
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import PLAIN, linear, prepare_linear, rows_class
@@ -42,6 +42,8 @@ def dense_cases() -> tuple[Case, ...]:
             ("rms_norm", partial(_rms_norm, shape)),
             ("add_rms_norm", partial(_add_rms_norm, shape)),
             ("silu_and_mul", partial(_silu_and_mul, shape)),
+            ("gelu_tanh_and_mul", partial(_gelu_tanh_and_mul, shape)),
+            ("sigmoid_gate", partial(_sigmoid_gate, shape)),
             ("embedding", partial(_embedding, shape)),
         ):
             found.append(Case(op, str(shape), shape.dtype, {}, run))
@@ -86,6 +88,16 @@ def _add_rms_norm(shape: Matrix, generator: Generator, device: torch.device) -> 
 def _silu_and_mul(shape: Matrix, generator: Generator, device: torch.device) -> Result:
     x = _random(Matrix(shape.rows, 2 * shape.width, shape.dtype), generator, device)
     return Result({"out": silu_and_mul(x)})
+
+
+def _gelu_tanh_and_mul(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    x = _random(Matrix(shape.rows, 2 * shape.width, shape.dtype), generator, device)
+    return Result({"out": gelu_tanh_and_mul(x)})
+
+
+def _sigmoid_gate(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+    x, gate = (_random(shape, generator, device) for _ in range(2))
+    return Result({"out": sigmoid_gate(x, gate)})
 
 
 def _embedding(shape: Matrix, generator: Generator, device: torch.device) -> Result:

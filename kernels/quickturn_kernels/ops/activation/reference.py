@@ -1,5 +1,6 @@
 """Gated activations in plain PyTorch."""
 
+import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
@@ -11,3 +12,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See `quickturn_kernels.silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+@register("gelu_tanh_and_mul", name="reference", priority=Priority.REFERENCE)
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """See `quickturn_kernels.gelu_tanh_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+@register("sigmoid_gate", name="reference", priority=Priority.REFERENCE)
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """See `quickturn_kernels.sigmoid_gate`."""
+    return x * torch.sigmoid(gate)
