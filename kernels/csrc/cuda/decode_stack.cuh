@@ -41,7 +41,7 @@ constexpr int kSlotBytes =
 constexpr int kMinStages = 3, kMaxStages = 13;
 constexpr int kBatch = 8;    // granules whose sums are finished together
 constexpr int kPackets = 8;  // that a thread waits for at a time
-constexpr int kPatience = 1 << 23;
+constexpr int kPatience = 1 << 21;
 
 __device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
