@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quickturn.bench.offline import OfflineBench, Spread, spread
-from quickturn.engine.messages import CancelRequest
 
 COPY_BYTES = 4 << 30
 CPU_COPY_BYTES = 256 << 20
@@ -66,21 +66,26 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class AtOnce:
-    """`requests` prompts of `prompt` tokens with `answer` tokens each, all added at once."""
+    """`requests` prompts of `prompt` tokens with `answer` tokens each, all added at once.
+
+    `output_tokens_per_second` counts from the first request to the last token, prefill and all. `decode` is a
+    second run on the same prompts, in which counting begins when the last prefill is through and ends before
+    the first answer does: every row decodes in every step that counts.
+    """
 
     requests: int
     prompt: int
     answer: int
     output_tokens_per_second: float
-    decode_tokens_per_second: float
     seconds: float
+    decode: DecodeShape
 
     def line(self) -> str:
         """The figure for a terminal."""
         return (
             f"at once {self.requests:>3} x {self.prompt} in, {self.answer} out:"
-            f" {self.output_tokens_per_second:.0f} tokens/s in all,"
-            f" decode {self.decode_tokens_per_second:.0f} tokens/s"
+            f" {self.output_tokens_per_second:.0f} tokens/s in all; all rows in"
+            f" {self.decode.line()}"
         )
 
 
@@ -100,23 +105,21 @@ def copy_rate(device: torch.device) -> float:
 
 
 def decode_shape(bench: OfflineBench, batch: int, context: int, steps: int, rate: float) -> DecodeShape:
-    """Median decode step of `batch` requests behind `context` cached tokens each."""
-    core = bench.core
-    # Long enough that the first one still decodes when the last prompt is through: prefill yields to decode.
-    ids = [bench.add(context, core.ready().max_context - context) for _ in range(batch)]
-    while core.last_step.decode_rows < batch:
-        core.step()
-    for _ in range(8):
-        core.step()
-    taken = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        core.step()
-        taken.append((time.perf_counter() - started) * 1e3)
-    for id in ids:
-        core.cancel(CancelRequest(id))
-    bench.drain()
-    step_bytes = core.step_bytes(batch, context + steps // 2)
+    """Median decode step of `batch` requests behind `context` cached tokens each.
+
+    Every step that counts decodes all rows. Raises ValueError, saying what to change, when they can't run
+    together.
+    """
+    return decode_prompts(bench, [bench.prompt(context) for _ in range(batch)], steps, rate)
+
+
+def decode_prompts(
+    bench: OfflineBench, prompts: list[NDArray[np.int32]], steps: int, rate: float
+) -> DecodeShape:
+    """The same behind given prompts of one length."""
+    batch, context = len(prompts), len(prompts[0])
+    taken = [step.seconds * 1e3 for step in bench.decode_steps(prompts, steps)]
+    step_bytes = bench.core.step_bytes(batch, context + steps // 2)
     roof_ms = step_bytes / rate * 1e3
     median = statistics.median(taken)
     return DecodeShape(
@@ -146,21 +149,16 @@ def first_token(bench: OfflineBench, length: int, repeats: int) -> FirstToken:
     )
 
 
-def at_once(bench: OfflineBench, requests: int, prompt: int, answer: int) -> AtOnce:
-    """Throughput of `requests` added together; decode speed is taken while all of them decode."""
-    core = bench.core
-    for _ in range(requests):
-        bench.add(prompt, answer)
+def at_once(bench: OfflineBench, requests: int, prompt: int, answer: int, steps: int, rate: float) -> AtOnce:
+    """Throughput of `requests` added together, then decode of all of them (at most `steps` steps)."""
+    prompts = [bench.prompt(prompt) for _ in range(requests)]
+    for one in prompts:
+        bench.ask(one, answer)
     started = time.perf_counter()
-    full: list[float] = []
-    while core.has_work():
-        step_started = time.perf_counter()
-        core.step()
-        if core.last_step.decode_rows == requests == core.last_step.rows:
-            full.append(time.perf_counter() - step_started)
+    bench.drain()
     seconds = time.perf_counter() - started
-    decode = requests / statistics.median(full) if full else 0.0
-    return AtOnce(requests, prompt, answer, requests * answer / seconds, decode, seconds)
+    decode = decode_prompts(bench, prompts, min(steps, answer), rate)
+    return AtOnce(requests, prompt, answer, requests * answer / seconds, seconds, decode)
 
 
 def _wait(device: torch.device) -> None:

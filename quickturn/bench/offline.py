@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
-from quickturn.engine.messages import AddRequest
+from quickturn.engine.messages import AddRequest, CancelRequest
 from quickturn.sampling_params import SamplingParams
 
 DECODE_PROMPT = 32
+
+WARM_STEPS = 8
+"""Decode steps with all rows before counting begins."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class DecodeFigure:
     overhead_ms: Spread
 
 
+@dataclass(frozen=True)
+class TimedStep:
+    """One step: seconds as its caller saw them, and those within model and sampler."""
+
+    seconds: float
+    inside: float
+
+
 def spread(values: list[float]) -> Spread:
     """Median, minimum and maximum of `values`."""
     return Spread(statistics.median(values), min(values), max(values))
@@ -81,23 +92,48 @@ class OfflineBench:
         """Time `steps` decode steps of `batch` requests, `repeats` times."""
         speeds, walls, overheads = [], [], []
         for _ in range(repeats):
-            for _ in range(batch):
-                self.add(DECODE_PROMPT, steps + 4)
-            while self.core.last_step.decode_rows < batch:
-                self.core.step()
-            taken, beyond = [], []
-            started = time.perf_counter()
-            for _ in range(steps):
-                step_started = time.perf_counter()
-                self.core.step()
-                wall = time.perf_counter() - step_started
-                taken.append(wall * 1e3)
-                beyond.append((wall - self.core.last_step.seconds) * 1e3)
-            speeds.append(batch * steps / (time.perf_counter() - started))
-            walls.append(statistics.median(taken))
-            overheads.append(statistics.median(beyond))
-            self.drain()
+            taken = self.decode_steps([self.prompt(DECODE_PROMPT) for _ in range(batch)], steps)
+            speeds.append(batch * steps / sum(step.seconds for step in taken))
+            walls.append(statistics.median(step.seconds for step in taken) * 1e3)
+            overheads.append(statistics.median(step.seconds - step.inside for step in taken) * 1e3)
         return DecodeFigure(batch, spread(speeds), spread(walls), spread(overheads))
+
+    def decode_steps(self, prompts: list[NDArray[np.int32]], steps: int) -> list[TimedStep]:
+        """`steps` decode steps behind `prompts` (of one length), each step with all of them.
+
+        The prompts are computed first and then asked again, from the cache, so that all rows begin within a
+        few steps of each other; counting begins when the last one decodes. Raises ValueError, saying what to
+        change, if they can't all run together for so long.
+        """
+        core, batch, facts = self.core, len(prompts), self.core.ready()
+        room = min(facts.max_context, facts.cache_tokens // batch) - len(prompts[0])
+        refusal = ValueError(
+            f"{batch} rows of {len(prompts[0])} + {steps} tokens don't decode together: at most"
+            f" {facts.max_requests} requests run at once, the context is {facts.max_context} tokens and the"
+            f" cache {facts.cache_tokens}; ask for less, or raise --max-requests or --memory"
+        )
+        if batch > facts.max_requests or room < WARM_STEPS + steps:
+            raise refusal
+        for prompt in prompts:
+            self.ask(prompt, 1)
+        self.drain()
+        ids = [self.ask(prompt, room) for prompt in prompts]
+        taken: list[TimedStep] = []
+        warm = 0
+        while len(taken) < steps:
+            started = time.perf_counter()
+            outputs = core.step().outputs
+            seconds = time.perf_counter() - started
+            if core.last_step.decode_rows < batch:
+                if warm or any(output.finish for output in outputs):
+                    self.drop(ids)
+                    raise refusal
+                continue
+            warm += 1
+            if warm > WARM_STEPS:
+                taken.append(TimedStep(seconds, core.last_step.seconds))
+        self.drop(ids)
+        return taken
 
     def prompt(self, length: int) -> NDArray[np.int32]:
         """`length` random token ids."""
@@ -105,23 +141,10 @@ class OfflineBench:
 
     def add(self, length: int, max_tokens: int) -> int:
         """Add a fresh random prompt that will generate exactly `max_tokens` greedy tokens; its id."""
-        return self._add(self.prompt(length), max_tokens)
+        return self.ask(self.prompt(length), max_tokens)
 
-    def time_prompt(self, prompt: NDArray[np.int32]) -> tuple[float, int]:
-        """Seconds to the first token of `prompt`, and how many of its tokens were cached."""
-        self._add(prompt, 1)
-        started = time.perf_counter()
-        cached = self.drain()
-        return time.perf_counter() - started, cached
-
-    def drain(self) -> int:
-        """Run to the end of all requests; the largest number of cached tokens that one of them reported."""
-        cached = 0
-        while self.core.has_work():
-            cached = max([cached, *(output.cached_tokens for output in self.core.step().outputs)])
-        return cached
-
-    def _add(self, prompt: NDArray[np.int32], max_tokens: int) -> int:
+    def ask(self, prompt: NDArray[np.int32], max_tokens: int) -> int:
+        """Add a request for exactly `max_tokens` greedy tokens behind `prompt`; its id."""
         self._next_id += 1
         self.core.add(
             AddRequest(
@@ -132,6 +155,26 @@ class OfflineBench:
             )
         )
         return self._next_id
+
+    def time_prompt(self, prompt: NDArray[np.int32]) -> tuple[float, int]:
+        """Seconds to the first token of `prompt`, and how many of its tokens were cached."""
+        self.ask(prompt, 1)
+        started = time.perf_counter()
+        cached = self.drain()
+        return time.perf_counter() - started, cached
+
+    def drop(self, ids: list[int]) -> None:
+        """Cancel these requests and run until nothing is left of them."""
+        for id in ids:
+            self.core.cancel(CancelRequest(id))
+        self.drain()
+
+    def drain(self) -> int:
+        """Run to the end of all requests; the largest number of cached tokens that one of them reported."""
+        cached = 0
+        while self.core.has_work():
+            cached = max([cached, *(output.cached_tokens for output in self.core.step().outputs)])
+        return cached
 
 
 def machine() -> dict[str, object]:

@@ -16,17 +16,8 @@ class TransformersPeer:
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         """Load a directory of safetensors or a `.gguf` file."""
-        from transformers import AutoModelForCausalLM
-
-        options: dict[str, Any] = {}
-        if path.suffix == ".gguf":
-            options = {"gguf_file": path.name} | _dense()
         started = time.perf_counter()
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent if options else path, dtype=dtype, **options
-        )
-        self._model = loaded.to(device)
-        self._model.eval()
+        self._model = load(path, dtype, device)
         self.start_seconds = time.perf_counter() - started
         self._device = device
         self._generator = torch.Generator().manual_seed(seed)
@@ -68,6 +59,20 @@ class TransformersPeer:
     def _prompts(self, rows: int, length: int) -> torch.Tensor:
         vocab = self._model.config.vocab_size
         return torch.randint(0, vocab, (rows, length), generator=self._generator).to(self._device)
+
+
+def load(path: Path, dtype: torch.dtype, device: torch.device, *, random: bool = False) -> Any:
+    """The model of a directory of safetensors or a `.gguf` file; `random`: of a directory's config alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    if random:
+        with device:
+            return auto.from_config(AutoConfig.from_pretrained(path), dtype=dtype).eval()
+    options: dict[str, Any] = {}
+    if path.suffix == ".gguf":
+        options = {"gguf_file": path.name} | _dense()
+    return auto.from_pretrained(path.parent if options else path, dtype=dtype, **options).to(device).eval()
 
 
 def _dense() -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """`quickturn bench`: measurements, as JSON and as lines to read."""
 
+import gc
 import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quickturn.cli import options
 from quickturn.config import EngineConfig
 from quickturn.files.resolve import resolve
+
+if TYPE_CHECKING:
+    from quickturn.bench.throughput import Load
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure this machine. Example: quickturn bench offline embedded"
@@ -143,7 +147,7 @@ def latency(
         firsts.append(asdict(first))
     together = []
     for requests, prompt, answer in _tuples(at_once, 3):
-        figure = bench.at_once(running, requests, prompt, answer)
+        figure = bench.at_once(running, requests, prompt, answer, steps, rate)
         typer.echo(figure.line())
         together.append(asdict(figure))
     running.core.close()
@@ -152,6 +156,104 @@ def latency(
     result |= {"decode": shapes, "first_token": firsts, "at_once": together}
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@app.command(
+    epilog="Example: quickturn bench throughput benchmarks/shapes/qwen3-8b --load-format dummy --users 8,32"
+)
+@options.explained()
+def throughput(
+    model: options.Model = "embedded",
+    load_format: options.Format = "auto",
+    quantization: options.Quantize = "none",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    memory: options.Memory = "",
+    users: Annotated[str, typer.Option(help="requests at a time; several loads with commas")] = "16",
+    turns: Annotated[int, typer.Option(help="requests that each user sends", min=1)] = 4,
+    prompt: Annotated[str, typer.Option(help="prompt tokens, or a range")] = "1024",
+    answer: Annotated[str, typer.Option(help="answer tokens, or a range")] = "128",
+    shared: Annotated[int, typer.Option(help="first tokens that all prompts share", min=0)] = 0,
+    max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
+    peer: Annotated[str, typer.Option(help="'transformers': the same from its continuous batching")] = "",
+    output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
+) -> None:
+    """Tokens a second of many requests, in all and for each user, in a closed loop."""
+    from quickturn.bench import throughput as bench
+    from quickturn.bench.offline import OfflineBench, machine
+    from quickturn.cli.progress import counted
+
+    if peer not in ("", "transformers"):
+        raise typer.BadParameter(f"no peer {peer!r}; there is 'transformers'")
+    loads = [bench.Load(n, turns, _range(prompt), _range(answer), shared) for n in _numbers(users)]
+    config = options.engine_config(
+        model,
+        load_format=load_format,
+        quantization=quantization,
+        dtype=dtype,
+        device=device,
+        memory=memory,
+        max_requests=max(load.users for load in loads),
+        max_step_tokens=max_step_tokens,
+    )
+    running = OfflineBench(config)
+    running.prefill_once(8)
+    vocab_size = running.core.ready().vocab_size
+    measured: list[dict[str, object]] = []
+    for load in loads:
+        with counted("requests") as progress:
+            figure = bench.measure(running, bench.draw(load, vocab_size), load.users, progress)
+        typer.echo(figure.line())
+        measured.append({"load": asdict(load), "throughput": asdict(figure)})
+    result = {
+        "machine": machine(),
+        "config": asdict(config),
+        "loads": measured,
+        "engine": running.core.stats().values,
+    }
+    running.core.close()
+    del running
+    if peer:
+        result["peer"] = _batching_peer(config, loads, vocab_size)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _batching_peer(config: EngineConfig, loads: "list[Load]", vocab_size: int) -> dict[str, object]:
+    import torch
+
+    from quickturn.bench.throughput import draw
+    from quickturn.bench.transformers_batching import BatchingPeer
+    from quickturn.engine.start import pick_device
+    from quickturn.loading.dtype import resolve_dtype
+
+    # What the engine held goes back to the device first.
+    gc.collect()
+    device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    path = resolve(config.model, config.load_format).path
+    random = config.load_format == "dummy"
+    peer = BatchingPeer(path, resolve_dtype(config.dtype, device), device, random=random)
+    measured: list[dict[str, object]] = []
+    for load in loads:
+        try:
+            figure = peer.measure(draw(load, vocab_size), load.users)
+        except RuntimeError as error:
+            typer.echo(f"{peer.name}: {error}")
+            measured.append({"load": asdict(load), "error": str(error)})
+        else:
+            typer.echo(f"{peer.name}: {figure.line()}")
+            measured.append({"load": asdict(load), "throughput": asdict(figure)})
+    return {"name": peer.name, "attention": peer.attention, "loads": measured}
+
+
+def _range(text: str) -> tuple[int, int]:
+    """'512' or '512-2048'."""
+    numbers = _numbers(text.replace("-", ","))
+    if len(numbers) not in (1, 2):
+        raise typer.BadParameter(f"{text!r} must be a number or a range, such as 1024 or 512-2048")
+    return numbers[0], numbers[-1]
 
 
 def _tuples(text: str, size: int) -> list[tuple[int, ...]]:

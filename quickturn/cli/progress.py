@@ -1,6 +1,8 @@
 """Shows how far an engine's start has come: a bar in a terminal, plain lines in a log."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -53,3 +55,13 @@ class StartDisplay:
     def end(self) -> None:
         """Take the display away; without effect the second time."""
         self._progress.stop()
+
+
+@contextmanager
+def counted(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that `show(done, total)` moves, in a terminal only; it vanishes when the `with` block ends."""
+    console = Console(stderr=True)
+    columns = TextColumn(what), BarColumn(), TextColumn("{task.completed:.0f}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -29,7 +29,7 @@ def checkpoint(checkpoints: Checkpoints, family: str) -> Checkpoint:
 def assert_same(
     checkpoint: Checkpoint, dtype: str, prompt: list[int], got: list[int], expected: list[int], what: str
 ) -> bool:
-    """Equal, or parted at a token where both were level in the engine's own logits; whether they are equal."""
+    """Equal, or parted at a token where both were level in the engine's logits; whether they are equal."""
     assert len(got) == len(expected), what
     if got == expected:
         return True
