@@ -6,7 +6,7 @@ one `Finished`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -30,6 +30,8 @@ from quickturn.text.conversation import BadMessage
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
 from quickturn.text.rendering import render_chat
 from quickturn.text.tools import Tool
+
+_NEVER = -1e9
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ def submit(state: ServerState, turn: Turn, prompt: list[int]) -> Answers:
     sampling = sampling_params(fields, state.tokenizer, state.vocab_size, max_tokens, turn.logprobs)
     thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
     tools = turn.tools if turn.tool_choice.mode != "none" else ()
+    if turn.tools and not tools:
+        sampling = _without_calls(sampling, state)
 
     def reader(sampling: SamplingParams) -> AnswerReader:
         parser = AnswerParser(
@@ -112,3 +116,13 @@ def submit(state: ServerState, turn: Turn, prompt: list[int]) -> Answers:
         return AnswerReader(parser, sampling, single_call=bool(tools) and not turn.parallel_calls)
 
     return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields))
+
+
+def _without_calls(sampling: SamplingParams, state: ServerState) -> SamplingParams:
+    """Tools stay in the prompt, which is in the cache; what begins a call can't be chosen."""
+    openers = state.markup.format.tools.openers if state.markup.format.tools else ()
+    alphabet = state.markup.alphabet
+    forbidden = {
+        index: _NEVER for index, char in alphabet.ids.items() if char in map(alphabet.spell, openers)
+    }
+    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden})

@@ -3,16 +3,17 @@ be.
 
 Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
 output), `endless` (never ends by itself), `refuse` and `raise` (an error text, by output or by exception),
-`crash` (raise in the step), `cached` (cached prompt tokens to report).
+`crash` (raise in the step), `cached` (cached prompt tokens to report), `echo` (answer with the prompt).
 """
 
 import json
 import os
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiny_text import EOS_ID
+from tiny_text import EOS_ID, encode, spell
 
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import (
@@ -68,7 +69,11 @@ class FakeCore:
             return
         if "raise" in script:
             raise ValueError(script["raise"])
-        answer = [*script.get("text", DEFAULT_TEXT).encode(), EOS_ID]
+        answer = [*encode(script.get("text", DEFAULT_TEXT)), EOS_ID]
+        if script.get("echo"):
+            prompt = array("i")
+            prompt.frombytes(request.tokens)
+            answer = [*spell(prompt.tolist()).encode(), EOS_ID]
         self._running[request.id] = _Running(
             request,
             answer,

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fake_core import DEFAULT_TEXT
 from servers import Served, start_server, stop_server
+from tiny_text import encode
 
 HELLO = [{"role": "user", "content": "Hello"}]
 WEATHER = {
@@ -92,7 +93,7 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 
 
 def test_a_cut_answer_says_so_and_its_blocks_stay_readable(client: anthropic.Anthropic) -> None:
-    cut = len(CALLS[: CALLS.index("Oslo {")].encode())
+    cut = len(encode(CALLS[: CALLS.index("Oslo {")]))
     message = client.messages.create(
         model="fake", max_tokens=cut, messages=HELLO, tools=[WEATHER], metadata=script(text=CALLS)
     )
