@@ -22,7 +22,7 @@ constexpr int kThreads = kComputing + 32;
 
 // Byte offsets in dynamic shared memory, behind the ring.
 struct Layout {
-  int x, residual, sums, squares, angles, fresh, zeros, layers, lens, bytes;
+  int x, residual, sums, squares, angles, fresh, zeros, layers, pieces, shares, bytes;
 };
 
 __host__ __device__ inline Layout layout_of(const StackArguments& args) {
@@ -40,8 +40,9 @@ __host__ __device__ inline Layout layout_of(const StackArguments& args) {
   at.fresh = at.angles + args.rows * kDim * 4;
   at.zeros = at.fresh + kQueryRows * kDim * 2;
   at.layers = at.zeros + 16;
-  at.lens = at.layers + args.layer_count * static_cast<int>(sizeof(StackLayer));
-  at.bytes = at.lens + kMaxRows * 4;
+  at.pieces = at.layers + args.layer_count * static_cast<int>(sizeof(StackLayer));
+  at.shares = at.pieces + kMaxRows * static_cast<int>(sizeof(Piece));
+  at.bytes = at.shares + kShares * static_cast<int>(sizeof(Range));
   return at;
 }
 
@@ -52,7 +53,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
   const Layout place = layout_of(args);
   const int warp = threadIdx.x / 32;
   StackLayer* layers = reinterpret_cast<StackLayer*>(shared + place.layers);
-  int* lens = reinterpret_cast<int*>(shared + place.lens);
+  Piece* pieces = reinterpret_cast<Piece*>(shared + place.pieces);
+  Range* shares = reinterpret_cast<Range*>(shared + place.shares);
   Ring ring{shared_address(shared),
             shared_address(barriers),
             shared_address(barriers) + kMaxStages * 8,
@@ -72,11 +74,16 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
     reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(args.layers)[i];
   for (int i = threadIdx.x; i < (place.layers - place.fresh) / 16; i += kThreads)
     reinterpret_cast<uint4*>(shared + place.fresh)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < args.rows) lens[threadIdx.x] = __ldcg(args.lens + threadIdx.x);
+  if (threadIdx.x < args.rows) pieces[threadIdx.x] = piece_of(args, __ldcg(args.lens + threadIdx.x));
   float* angles = reinterpret_cast<float*>(shared + place.angles);
   for (int i = threadIdx.x; i < args.rows * kDim; i += kThreads) {
     const int position = max(__ldcg(args.lens + i / kDim) - 1, 0);
     angles[i] = __ldg(args.cos_sin + position * args.cos_sin_pitch + i % kDim);
+  }
+  __syncthreads();
+  if (threadIdx.x < kShares) {
+    const int index = threadIdx.x == kMatrices ? kMatrices * args.layer_count : threadIdx.x;
+    shares[threadIdx.x] = own_share(matrix_of(args, layers, index, 0).granules());
   }
   __syncthreads();
 
@@ -84,9 +91,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
     ring.parity = 1;
 #pragma unroll 1
     for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
-      request(ring, matrix_of(args, layers, index, 0));
+      request(ring, matrix_of(args, layers, index, 0), shares[share_of(args, index)]);
       if (index % kMatrices == 0 && index < kMatrices * args.layer_count)
-        request_keys(args, ring, args.maps + index / kMatrices * 2, lens);
+        request_keys(args, ring, args.maps + index / kMatrices * 2, pieces);
     }
     return;
   }
@@ -108,20 +115,20 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
 #pragma unroll 1
   for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
     const Matrix matrix = matrix_of(args, layers, index, before);
+    const Range own = shares[share_of(args, index)];
     if (matrix.norm != nullptr) {
       norm_rows(matrix, x, residual, squares, args.x, args.x_pitch, args.eps, rows);
     } else {
-      const Range own = matrix.own();
       if (own.begin == own.end) continue;
       stage_rows(matrix, x, rows);
     }
     sync_computing();
-    product(ring, matrix, x_at, zeros, sums, rows, args.logits);
+    product(ring, matrix, own, x_at, zeros, sums, rows, args.logits);
     if (index % kMatrices != 0 || matrix.wide) continue;
     const StackLayer& layer = layers[index / kMatrices];
 #pragma unroll 1
     for (int row = 0; row < rows; ++row) {
-      const Piece piece = piece_of(args, lens[row]);
+      const Piece piece = pieces[row];
 #pragma unroll 1
       for (int at = piece.begin; at < piece.end;) {
         const int first = at % piece.tiles, count = min(piece.tiles - first, piece.end - at);
@@ -130,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
         at += count;
       }
     }
-    combine(args, lens, reinterpret_cast<float4*>(x), matrix.output_flag);
+    combine(args, pieces, reinterpret_cast<float4*>(x), matrix.output_flag);
   }
   // Everybody has read it: what block 0 has received depends on every block.
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.epoch = before + args.layer_count;

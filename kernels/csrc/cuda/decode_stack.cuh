@@ -141,11 +141,10 @@ struct Range {
   int begin, end;
 };
 
-// The granules of this block.
+// Of `granules`, those of this block.
 __device__ __forceinline__ Range own_share(int granules) {
   const int block = blockIdx.x, blocks = gridDim.x;
-  return {static_cast<int>(static_cast<long long>(granules) * block / blocks),
-          static_cast<int>(static_cast<long long>(granules) * (block + 1) / blocks)};
+  return {granules * block / blocks, granules * (block + 1) / blocks};
 }
 
 __host__ __device__ constexpr int chunk_of(int columns) {
@@ -166,10 +165,16 @@ struct Matrix {
   bool gated, wide;
 
   __device__ __forceinline__ int quads() const { return gated ? 1 : 2; }  // results of a granule, in fours
-  __device__ __forceinline__ Range own() const { return own_share(features / (quads() * 4)); }
+  __device__ __forceinline__ int granules() const { return features / (quads() * 4); }
 };
 
 constexpr int kMatrices = 4;  // of a layer; attention follows the first
+constexpr int kShares = kMatrices + 1;
+
+// Which of a block's shares is that of matrix `index`.
+__device__ __forceinline__ int share_of(const StackArguments& args, int index) {
+  return index == kMatrices * args.layer_count ? kMatrices : index % kMatrices;
+}
 
 // Matrix `index` in the order of a step: four a layer, then the head. `before`: the epoch.
 __device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const StackLayer* layers, int index,
@@ -207,9 +212,8 @@ __device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const St
 }
 
 // Requests a matrix's granules of this block; one warp.
-__device__ __forceinline__ void request(Ring& ring, const Matrix& matrix) {
+__device__ __forceinline__ void request(Ring& ring, const Matrix& matrix, const Range& own) {
   const int lane = threadIdx.x % 32, columns = matrix.columns, chunk = chunk_of(columns);
-  const Range own = matrix.own();
 #pragma unroll 1
   for (int granule = own.begin; granule < own.end; ++granule) {
     int row = granule * kGranule + lane;
@@ -232,11 +236,10 @@ __device__ __forceinline__ void request(Ring& ring, const Matrix& matrix) {
 // The product of all rows with this block's granules: each warp takes an eighth of every chunk's columns, and
 // the warps' sums meet in shared memory. x: [rows][row_bytes(columns)] bfloat16; `zeros`: 16 bytes of them.
 // sums: two buffers of kBatch * kWarps * rows * kGranule floats, used in turn.
-__device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, uint32_t x, uint32_t zeros,
-                                        float* sums, int rows, float* logits) {
+__device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const Range& own, uint32_t x,
+                                        uint32_t zeros, float* sums, int rows, float* logits) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int columns = matrix.columns, chunk = chunk_of(columns), share = chunk / kWarps;
-  const Range own = matrix.own();
   const int matrix_row = lane % 8, matrix_column = warp * share + lane / 8 * 8;
   const uint32_t weight_at = matrix_row * row_bytes(chunk) + matrix_column * 2;
   const uint32_t x_at = matrix_row < rows ? x + matrix_row * row_bytes(columns) + matrix_column * 2 : zeros;
@@ -322,16 +325,18 @@ __device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* 
   const int columns = matrix.columns;
   const uint4* packets = matrix.input;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
+  int row = 0, run = 0;
 #pragma unroll 1
-  for (int base = 0; base < rows * runs; base += kPackets) {
+  while (row < rows) {
     const uint4* from[kPackets];
     unsigned char* to[kPackets];
     uint2 data[kPackets];
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const int row = (base + i) / runs, at = (base + i) % runs * kComputing + threadIdx.x;
+      const int at = run * kComputing + threadIdx.x;
       from[i] = row < rows && at < width ? packets + row * width + at : nullptr;
       to[i] = x + row * row_bytes(columns) + at * 8;
+      if (++run == runs) run = 0, ++row;
     }
     await(data, from, matrix.input_flag);
 #pragma unroll
@@ -356,23 +361,26 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
     if (at < width) by[i] = __ldg(reinterpret_cast<const uint2*>(matrix.norm) + at);
   }
   uint2* kept = reinterpret_cast<uint2*>(residual);
+  int next_row = 0, next_run = 0;
 #pragma unroll 1
-  for (int base = 0; base < rows * runs; base += kPackets) {
+  while (next_row < rows) {
     const uint4* from[kPackets];
     uint2 data[kPackets];
+    int row = next_row, run = next_run;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const int row = (base + i) / runs, at = (base + i) % runs * kComputing + threadIdx.x;
-      const bool inside = row < rows && at < width;
-      from[i] = inside && packets != nullptr ? packets + row * width + at : nullptr;
+      const int at = next_run * kComputing + threadIdx.x;
+      const bool inside = next_row < rows && at < width;
+      from[i] = inside && packets != nullptr ? packets + next_row * width + at : nullptr;
       if (inside && packets == nullptr)
-        data[i] = __ldcg(reinterpret_cast<const uint2*>(first + row * first_pitch) + at);
+        data[i] = __ldcg(reinterpret_cast<const uint2*>(first + next_row * first_pitch) + at);
+      if (++next_run == runs) next_run = 0, ++next_row;
     }
     await(data, from, matrix.input_flag);
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const int row = (base + i) / runs, run = (base + i) % runs, at = run * kComputing + threadIdx.x;
-      if (row >= rows) continue;
+      if (row >= rows) break;
+      const int at = run * kComputing + threadIdx.x;
       float sum = 0.f;
       if (at < width) {
         float value[4];
@@ -392,6 +400,7 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
         float* to = squares + row * kWarps + warp;
         *to = run == 0 ? sum : *to + sum;
       }
+      if (++run == runs) run = 0, ++row;
     }
   }
   sync_computing();

@@ -48,12 +48,12 @@ __device__ __forceinline__ void load_page(uint32_t to, const TensorMap* map, int
 
 // Requests the visible tiles of this block's pieces; one warp.
 __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& ring, const TensorMap* maps,
-                                             const int* lens) {
+                                             const Piece* pieces) {
   const int lane = threadIdx.x % 32;
   const int page = min(args.block_tokens, kKeys), pages = kKeys / page, ahead = 32 / pages;
 #pragma unroll 1
   for (int row = 0; row < args.rows; ++row) {
-    const Piece piece = piece_of(args, lens[row]);
+    const Piece piece = pieces[row];
     const int* table = args.tables + row * args.table_pitch;
 #pragma unroll 1
     for (int at = piece.begin; at < piece.end;) {
@@ -352,7 +352,7 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
 }
 
 // Adds up the parts of the heads that several blocks shared.
-__device__ __forceinline__ void combine(const StackArguments& args, const int* lens, float4* scratch,
+__device__ __forceinline__ void combine(const StackArguments& args, const Piece* pieces, float4* scratch,
                                         unsigned flag) {
   constexpr int kPairs = kQuarter / 2, kAtOnce = kComputing / kPairs;
   const int group = args.heads / args.kv_heads, pair = threadIdx.x % kPairs;
@@ -360,7 +360,7 @@ __device__ __forceinline__ void combine(const StackArguments& args, const int* l
   for (int unit = blockIdx.x; unit < args.rows * args.heads * (kDim / kQuarter); unit += gridDim.x) {
     const int quarter = unit % (kDim / kQuarter), head = unit / (kDim / kQuarter) % args.heads;
     const int row = unit / (kDim / kQuarter) / args.heads;
-    const Piece piece = piece_of(args, lens[row]);
+    const Piece& piece = pieces[row];
     const int head_start = head / group * piece.tiles, first_block = head_start / piece.size;
     const int parts = (head_start + piece.tiles - 1) / piece.size - first_block + 1;
     if (parts == 1) continue;

@@ -132,7 +132,8 @@ def shared_memory(sizes: Sizes, rows: int, stages: int) -> int:
         + tile
         + 16
         + sizes.layers * ctypes.sizeof(_Layer)
-        + MAX_ROWS * 4
+        + MAX_ROWS * 8 * 4
+        + 5 * 8
     )
 
 
