@@ -85,7 +85,8 @@ def launch(
 ) -> Tensor:
     """`quickturn_kernels.gated_delta_prefill` of what `takes` took.
 
-    groups: warpgroups of a thread block, 1 or 2, each with 64 columns of a head's state. Raises RuntimeError if the launch fails.
+    groups: warpgroups of a thread block, 1 or 2, each with 64 columns of a head's state. Raises RuntimeError
+    if the launch fails.
     """
     tokens, heads, _ = v.shape
     rows = state_in.shape[0]
