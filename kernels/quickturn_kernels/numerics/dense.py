@@ -39,14 +39,17 @@ def dense_cases() -> tuple[Case, ...]:
     for size in SIZES:
         shape = Matrix(*size)
         for op, run in (
-            ("rms_norm", partial(_rms_norm, shape)),
-            ("add_rms_norm", partial(_add_rms_norm, shape)),
+            ("rms_norm", partial(_rms_norm, shape, False)),
+            ("add_rms_norm", partial(_add_rms_norm, shape, False)),
             ("silu_and_mul", partial(_silu_and_mul, shape)),
             ("gelu_tanh_and_mul", partial(_gelu_tanh_and_mul, shape)),
             ("sigmoid_gate", partial(_sigmoid_gate, shape)),
             ("embedding", partial(_embedding, shape)),
         ):
             found.append(Case(op, str(shape), shape.dtype, {}, run))
+        for op, make in (("rms_norm", _rms_norm), ("add_rms_norm", _add_rms_norm)):
+            name = f"{shape} float32 weight"
+            found.append(Case(op, name, shape.dtype, {}, partial(make, shape, True)))
     for size in LINEAR_SIZES:
         shape = Matrix(*size)
         for options in ("", "bias", "float32 out"):
@@ -73,15 +76,17 @@ def _weight(shape: Matrix, generator: Generator, device: torch.device) -> Tensor
     return torch.randn(shape.width, generator=generator).to(shape.dtype).to(device)
 
 
-def _rms_norm(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+def _rms_norm(shape: Matrix, wide: bool, generator: Generator, device: torch.device) -> Result:
     x = _random(shape, generator, device)
-    return Result({"out": rms_norm(x, _weight(shape, generator, device), 1e-5)})
+    weight = _weight(shape, generator, device)
+    return Result({"out": rms_norm(x, weight.float() if wide else weight, 1e-5)})
 
 
-def _add_rms_norm(shape: Matrix, generator: Generator, device: torch.device) -> Result:
+def _add_rms_norm(shape: Matrix, wide: bool, generator: Generator, device: torch.device) -> Result:
     x = _random(shape, generator, device)
     residual = torch.randn(shape.rows, shape.width, generator=generator).to(shape.dtype).to(device)
-    out = add_rms_norm(x, residual, _weight(shape, generator, device), 1e-5)
+    weight = _weight(shape, generator, device)
+    out = add_rms_norm(x, residual, weight.float() if wide else weight, 1e-5)
     return Result({"out": out, "residual": residual, "x": x})
 
 

@@ -14,7 +14,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`(x / sqrt(mean(x^2) + eps)).to(dtype) * weight` over the last dim.
 
     x: [T, H], rows may be strided. weight: [H]. Statistics in float32; the quotient is rounded to x.dtype
-    before the multiplication, as transformers' LlamaRMSNorm does. Returns a new [T, H] of x.dtype.
+    before the multiplication, as transformers' LlamaRMSNorm does, unless weight is float32: then only the
+    product is rounded, as in Gemma's norms. Returns a new [T, H] of x.dtype.
     """
     function = _RMS_NORM.table.get((x.device, x.dtype))
     if function is None:

@@ -11,6 +11,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `quickturn_kernels.rms_norm`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype == torch.float32:
+        return (wide * weight).to(x.dtype)
     return wide.to(x.dtype) * weight.to(x.dtype)
 
 

@@ -21,7 +21,7 @@ def rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(out.dtype.element_ty).to(tl.float32)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         kept = residual + row * residual_stride + column
         value += tl.load(kept, mask=inside, other=0.0).to(tl.float32)
@@ -29,7 +29,9 @@ def rms_norm_kernel(
         tl.store(kept, value, mask=inside)
         value = value.to(tl.float32)
     mean = tl.sum(value * value, axis=0) / width
-    normed = (value * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32)
+    normed = value * tl.rsqrt(mean + eps)
+    if weight.dtype.element_ty != tl.float32:
+        normed = normed.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * width + column, (normed * scale).to(out.dtype.element_ty), mask=inside)
 
 
