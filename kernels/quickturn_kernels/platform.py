@@ -67,6 +67,8 @@ CPU = Requirement(device="cpu")
 CUDA = Requirement(device="cuda")
 HOPPER = Requirement(device="cuda", min_capability=(9, 0), max_capability=(9, 0))
 TRITON = Requirement(device="cuda", min_capability=(8, 0), interpretable=True)
+TRITON_FP8 = Requirement(device="cuda", min_capability=(8, 9), interpretable=True)
+"""Triton compiles e4m3 from this capability on."""
 
 
 def has_triton() -> bool:

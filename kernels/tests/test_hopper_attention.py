@@ -34,14 +34,17 @@ def attend(qkv: Tensor, cache: Tensor, tables: Tensor, lens: Tensor, cos_sin: Te
     )
 
 
-def test_a_graph_serves_any_lengths_with_the_same_bits(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "fp8"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
+)
+def test_a_graph_serves_any_lengths_with_the_same_bits(seed: int, dtype: torch.dtype, fp8: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
     options = {"device": "cuda", "generator": generator}
     width = -(-LONGEST // BLOCK_TOKENS)
     shape = (ROWS * width, 2, BLOCK_TOKENS, KV_HEADS, DIM)
-    cache = torch.randn(shape, dtype=torch.bfloat16, **options)
+    cache = torch.randn(shape, dtype=dtype, **options).to(torch.float8_e4m3fn if fp8 else dtype)
     tables = torch.randperm(ROWS * width, **options).to(torch.int32).view(ROWS, width)
-    qkv = torch.randn((ROWS, HEADS + 2 * KV_HEADS, DIM), dtype=torch.bfloat16, **options)
+    qkv = torch.randn((ROWS, HEADS + 2 * KV_HEADS, DIM), dtype=dtype, **options)
     cos_sin = torch.rand((LONGEST, DIM), **options)
     lens = torch.zeros(ROWS, dtype=torch.int32, device="cuda")
     attend(qkv, cache, tables, lens, cos_sin)
@@ -55,6 +58,8 @@ def test_a_graph_serves_any_lengths_with_the_same_bits(seed: int) -> None:
         first = out.clone()
         graph.replay()
         assert torch.equal(out, first)
-        with registry.use(rotary_attention_decode="reference", paged_attention_decode="triton"):
+        with registry.use(
+            rotary_attention_decode="reference", paged_attention_decode="triton_fp8" if fp8 else "triton"
+        ):
             expected = attend(qkv, cache, tables, lens, cos_sin)
         torch.testing.assert_close(first, expected, rtol=1.6e-2, atol=1.6e-2)

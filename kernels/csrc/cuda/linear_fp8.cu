@@ -11,7 +11,7 @@
 // `permute_columns` in ops/linear/hopper_fp8.py.
 #include <cuda_runtime.h>
 
-#include "fp8.cuh"
+#include "scalars.cuh"
 #include "hopper.cuh"
 #include "tensor_map.h"
 #include "warp_mma.cuh"

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from quickturn_kernels.numerics.check import Case, Result
-from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
+from quickturn_kernels.ops.attention import FP8, SAME, paged_attention_decode, paged_attention_prefill
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -33,6 +33,7 @@ class Shape:
     softcap: float = 0.0
     padding: int = 0
     dtype: torch.dtype = BF16
+    fp8: bool = False
 
 
 DECODE = (
@@ -58,6 +59,13 @@ DECODE = (
     Shape("large pages", (700, 0, 64, 129), heads=8, head_dim=128, block_tokens=128),
     Shape("dim 128, window", (700, 3, 200, 129), heads=8, head_dim=128, block_tokens=64, window=70),
     Shape("many rows", tuple(range(0, 400, 9)), heads=8, head_dim=128, block_tokens=64),
+    Shape("e4m3", (1, 64, 65, 0, 200, 333), heads=8, fp8=True),
+    Shape("e4m3, float32", (1, 64, 65, 0, 200), dtype=FP32, fp8=True),
+    Shape("e4m3, float16", (130, 700, 20), heads=8, head_dim=128, block_tokens=64, dtype=FP16, fp8=True),
+    Shape("e4m3, dim 256", (70, 33, 500), heads=8, kv_heads=1, head_dim=256, block_tokens=64, fp8=True),
+    Shape("e4m3, window", (700, 3, 0, 129), heads=8, head_dim=128, block_tokens=32, window=70, fp8=True),
+    Shape("e4m3, dim 80, sinks", (90, 0, 300), head_dim=80, sinks=True, fp8=True),
+    Shape("e4m3, long", (2100,), heads=16, kv_heads=1, head_dim=128, block_tokens=64, fp8=True),
 )
 
 PREFILL = (
@@ -84,7 +92,14 @@ PREFILL = (
     Shape("dim 96, split", (1100,), (3,), head_dim=96, block_tokens=64),
     Shape("dim 112", (130,), (130,), head_dim=112, dtype=FP32),
     Shape("pages of 128", (330, 40), (200, 40), heads=4, kv_heads=1, head_dim=128, block_tokens=128),
+    Shape("e4m3", (90, 33, 0, 150), (20, 33, 0, 70), fp8=True),
+    Shape("e4m3, float32", (90, 33), (20, 33), dtype=FP32, fp8=True),
+    Shape("e4m3, dim 128", (330, 40), (200, 40), head_dim=128, block_tokens=64, window=100, fp8=True),
+    Shape("e4m3, split", (1100,), (3,), head_dim=128, block_tokens=64, dtype=FP16, fp8=True),
 )
+
+SCALES = (0.75, 1.5)
+"""Of keys and values in e4m3."""
 
 
 def attention_cases() -> tuple[Case, ...]:
@@ -101,6 +116,7 @@ def attention_case(op: str, shape: Shape) -> Case:
         "window": shape.window > 0,
         "sinks": shape.sinks,
         "softcap": shape.softcap > 0.0,
+        "cache": FP8 if shape.fp8 else SAME,
     }
     return Case(op, shape.name, shape.dtype, traits, partial(_run, op, shape))
 
@@ -114,6 +130,7 @@ def _run(op: str, shape: Shape, generator: Generator, device: torch.device) -> R
     sinks = torch.randn(shape.heads, generator=generator).to(device) if shape.sinks else None
     lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
     scale = shape.head_dim**-0.5
+    k_scale, v_scale = SCALES if shape.fp8 else (1.0, 1.0)
     # A loose bound, as that of a captured graph is.
     bound = max(shape.contexts, default=0) + 70
     if op == "paged_attention_decode":
@@ -127,6 +144,8 @@ def _run(op: str, shape: Shape, generator: Generator, device: torch.device) -> R
             window=shape.window,
             sinks=sinks,
             softcap=shape.softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
             max_context_len=bound,
         )
         return Result({"out": out})
@@ -143,6 +162,8 @@ def _run(op: str, shape: Shape, generator: Generator, device: torch.device) -> R
         window=shape.window,
         sinks=sinks,
         softcap=shape.softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_context_len=bound,
     )
     return Result({"out": out})
@@ -166,5 +187,5 @@ def paged_cache(shape: Shape, generator: Generator, device: torch.device) -> tup
             arena[block, 1, :, :filled] = torch.randn(
                 2, filled, shape.kv_heads, shape.head_dim, generator=generator
             )
-    arena = arena.to(shape.dtype).to(device)
+    arena = arena.to(torch.float8_e4m3fn if shape.fp8 else shape.dtype).to(device)
     return arena[:, 1, 0], arena[:, 1, 1], tables.to(device)

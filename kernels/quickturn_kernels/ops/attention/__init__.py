@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from quickturn_kernels.registry import Op, define
@@ -14,8 +15,18 @@ _Prefill = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int, Tensor | None, float, int],
     Tensor,
 ]
-_DECODE: Op[_Decode] = define("paged_attention_decode", "head_dim", "window", "sinks", "softcap")
-_PREFILL: Op[_Prefill] = define("paged_attention_prefill", "head_dim", "window", "sinks", "softcap")
+_TRAITS = ("head_dim", "window", "sinks", "softcap", "cache")
+_DECODE: Op[_Decode] = define("paged_attention_decode", *_TRAITS)
+_PREFILL: Op[_Prefill] = define("paged_attention_prefill", *_TRAITS)
+
+SAME, FP8 = "same", "fp8"
+"""The trait "cache": keys and values are of q's dtype, or e4m3. An implementation that doesn't read e4m3 says
+so."""
+
+
+def cache_class(cache: Tensor) -> str:
+    """The trait "cache" of a call."""
+    return FP8 if cache.dtype == torch.float8_e4m3fn else SAME
 
 
 def paged_attention_decode(
@@ -29,6 +40,8 @@ def paged_attention_decode(
     window: int = 0,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     max_context_len: int,
 ) -> Tensor:
     """Attention of one query token a row over all keys of its row.
@@ -38,17 +51,36 @@ def paged_attention_decode(
     int32; entries past a row's context are never read. context_lens: [R] int32, keys visible, this step's
     token included; 0 marks a padding row, whose output is zeros. scale multiplies q.k; softcap > 0 then
     squashes the score to `softcap * tanh(score / softcap)`. window > 0 sees the last `window` keys only
-    (the query's own included). sinks: [Hq], one more logit a head in the softmax's denominator.
+    (the query's own included). sinks: [Hq], one more logit a head in the softmax's denominator. Caches may be
+    float8_e4m3fn beside any q; an element of theirs is worth `e4m3 * k_scale` or `e4m3 * v_scale`.
     max_context_len: a host bound on context_lens; nothing else may depend on the lengths, so that a CUDA
     graph can be replayed for any. Returns a new contiguous [R, Hq, D] of q.dtype; softmax in float32.
     """
-    key = (q.device, q.dtype, q.shape[2], window > 0, sinks is not None, softcap > 0.0)
+    key = (
+        q.device,
+        q.dtype,
+        q.shape[2],
+        window > 0,
+        sinks is not None,
+        softcap > 0.0,
+        cache_class(k_cache),
+    )
     function = _DECODE.table.get(key)
     if function is None:
         function = _DECODE.bind(*key)
-    return function(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, sinks, softcap, max_context_len
+    out = function(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale * k_scale,
+        window,
+        sinks,
+        softcap,
+        max_context_len,
     )
+    return out if v_scale == 1.0 else out.mul_(v_scale)
 
 
 def paged_attention_prefill(
@@ -64,6 +96,8 @@ def paged_attention_prefill(
     window: int = 0,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     max_context_len: int,
 ) -> Tensor:
     """Causal attention of ragged chunks of query tokens over the paged cache, which already holds their keys.
@@ -74,11 +108,19 @@ def paged_attention_prefill(
     sees the keys <= p, and > p - window where window > 0. max_query_len, max_context_len: host bounds. The
     rest as in `paged_attention_decode`. Returns a new [T, Hq, D].
     """
-    key = (q.device, q.dtype, q.shape[2], window > 0, sinks is not None, softcap > 0.0)
+    key = (
+        q.device,
+        q.dtype,
+        q.shape[2],
+        window > 0,
+        sinks is not None,
+        softcap > 0.0,
+        cache_class(k_cache),
+    )
     function = _PREFILL.table.get(key)
     if function is None:
         function = _PREFILL.bind(*key)
-    return function(
+    out = function(
         q,
         k_cache,
         v_cache,
@@ -86,9 +128,10 @@ def paged_attention_prefill(
         query_start,
         context_lens,
         max_query_len,
-        scale,
+        scale * k_scale,
         window,
         sinks,
         softcap,
         max_context_len,
     )
+    return out if v_scale == 1.0 else out.mul_(v_scale)

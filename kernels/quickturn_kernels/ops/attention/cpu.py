@@ -12,14 +12,15 @@ from quickturn_kernels.cpu_native import (
     paged_cache,
     register_native,
 )
+from quickturn_kernels.ops.attention import SAME
 
 if AVAILABLE:
     from quickturn_kernels import _cpu
 
-_HEAD_DIMS = {"head_dim": range(1, MAX_HEAD_DIM + 1)}
+_TRAITS = {"head_dim": range(1, MAX_HEAD_DIM + 1), "cache": {SAME}}
 
 
-@register_native("paged_attention_decode", traits=_HEAD_DIMS)
+@register_native("paged_attention_decode", traits=_TRAITS)
 def paged_attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -57,7 +58,7 @@ def paged_attention_decode(
     return out
 
 
-@register_native("paged_attention_prefill", traits=_HEAD_DIMS)
+@register_native("paged_attention_prefill", traits=_TRAITS)
 def paged_attention_prefill(
     q: Tensor,
     k_cache: Tensor,

@@ -1,11 +1,10 @@
-"""Paged decode attention of bfloat16 rows on Hopper: the copy engine keeps a ring of keys full."""
+"""Paged decode attention of 16-bit rows on Hopper: the copy engine keeps a ring of keys full."""
 
-import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.attention import hopper_prefill, triton_decode
-from quickturn_kernels.ops.attention.hopper_launch import HEAD_DIMS, launch, takes
+from quickturn_kernels.ops.attention.hopper_launch import DTYPES, HEAD_DIMS, launch, takes
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
 
@@ -17,7 +16,7 @@ if cuda_build.available((9, 0)):
         "paged_attention_decode",
         name="hopper",
         platform=HOPPER,
-        dtypes=(torch.bfloat16,),
+        dtypes=DTYPES,
         traits={"head_dim": HEAD_DIMS, "sinks": {False}, "softcap": {False}},
         priority=Priority.SPECIALIZED,
     )

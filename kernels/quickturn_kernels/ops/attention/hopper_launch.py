@@ -12,10 +12,10 @@ from quickturn_kernels.platform import describe
 from quickturn_kernels.triton_common import zeroed_counters
 
 HEAD_DIMS = frozenset({64, 128, 256})
-TILE_KEYS = 64
+DTYPES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 MAX_ROWS = 1024
 MAX_GROUP = 16
-MIN_BLOCK_TOKENS = 8
 
 _POINTERS = (
     "q",
@@ -55,7 +55,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((f"{name}_pitch", ctypes.c_longlong) for name in _PITCHES),
-        *((name, ctypes.c_float) for name in ("scale_log2", "eps")),
+        *((name, ctypes.c_float) for name in ("scale_log2", "eps", "k_scale", "v_scale")),
         *(
             (name, ctypes.c_int)
             for name in ("rows", "kv_heads", "group", "block_tokens", "window", "table_width", "stages")
@@ -64,22 +64,29 @@ class _Arguments(ctypes.Structure):
 
 
 def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `launch` can do this call: bfloat16 pages that the copy engine can address."""
+    """Whether `launch` can do this call: pages of q's dtype or of e4m3 that the copy engine can address."""
     rows, heads, _ = q.shape
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    itemsize = k_cache.element_size()
     return (
         0 < rows <= MAX_ROWS
         and heads // kv_heads <= MAX_GROUP
-        and block_tokens >= MIN_BLOCK_TOKENS
+        and block_tokens >= 16 // itemsize
         and block_tokens & (block_tokens - 1) == 0
         and q.stride(2) == 1
+        and k_cache.dtype in (q.dtype, FP8)
         and all(
-            cache.dtype == q.dtype
+            cache.dtype == k_cache.dtype
             and cache.data_ptr() % 16 == 0
-            and all(stride % 8 == 0 for stride in cache.stride()[:3])
+            and all(stride * itemsize % 16 == 0 for stride in cache.stride()[:3])
             for cache in (k_cache, v_cache)
         )
     )
+
+
+def tile_keys(head_dim: int, fp8: bool) -> int:
+    """Keys of a tile, the unit that the work is cut into (kTileKeys in attention_decode.cuh)."""
+    return 128 if fp8 and head_dim != 256 else 64
 
 
 def launch(
@@ -94,13 +101,14 @@ def launch(
     *,
     fresh: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
     eps: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
     early: bool = False,
 ) -> Tensor:
     """Attention of rows that `takes` took; returns [R, Hq, D].
 
     fresh: (k, v, cos_sin, q_weight, k_weight) of rows whose newest key isn't in the cache and whose q isn't
-    rotated. early: may start before the kernel ahead has finished, see `rotary_attention_decode`. Raises
-    RuntimeError if the launch fails.
+    rotated. scales: what k and v are divided by on their way to an e4m3 cache. early: may start before the
+    kernel ahead has finished, see `rotary_attention_decode`. Raises RuntimeError if the launch fails.
     """
     rows, heads, head_dim = q.shape
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -108,7 +116,9 @@ def launch(
     device = q.device
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=device)
     context_lens = context_lens.contiguous()
-    blocks = min(describe(device).units, rows * kv_heads * -(-max_context_len // TILE_KEYS))
+    fp8 = k_cache.dtype == FP8
+    tiles = -(-max_context_len // tile_keys(head_dim, fp8))
+    blocks = min(describe(device).units, rows * kv_heads * tiles)
     parts = torch.empty(blocks * 2 * group * (head_dim + 2), dtype=torch.float32, device=device)
     arguments = _Arguments(
         q=q.data_ptr(),
@@ -129,6 +139,8 @@ def launch(
         v_row_pitch=v_cache.stride(1),
         scale_log2=scale * LOG2_E,
         eps=eps,
+        k_scale=scales[0],
+        v_scale=scales[1],
         rows=rows,
         kv_heads=kv_heads,
         group=group,
@@ -145,6 +157,8 @@ def launch(
         arguments.k_weight = None if k_weight is None else k_weight.data_ptr()
     code = _function(device)(
         ctypes.byref(arguments),
+        q.dtype == torch.float16,
+        fp8,
         head_dim,
         k_cache.shape[0],
         blocks,
@@ -164,6 +178,8 @@ def _function(device: torch.device) -> "ctypes._FuncPointer":
     whole = ctypes.c_int
     function.argtypes = [
         ctypes.POINTER(_Arguments),
+        whole,
+        whole,
         whole,
         ctypes.c_longlong,
         whole,

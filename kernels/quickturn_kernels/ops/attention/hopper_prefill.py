@@ -5,7 +5,7 @@ brings.
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.attention import triton_prefill
+from quickturn_kernels.ops.attention import SAME, triton_prefill
 from quickturn_kernels.ops.attention.hopper_prefill_launch import DTYPES, HEAD_DIMS, launch, takes
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
@@ -17,7 +17,7 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=DTYPES,
-        traits={"head_dim": HEAD_DIMS, "softcap": {False}},
+        traits={"head_dim": HEAD_DIMS, "softcap": {False}, "cache": {SAME}},
         priority=Priority.REFERENCE,
     )
     def paged_attention_prefill(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quickturn_kernels.ops.attention import FP8, SAME
 from quickturn_kernels.ops.attention.triton_common import (
     LOG2_E,
     LOG2_E_CONST,
@@ -21,7 +22,7 @@ from quickturn_kernels.ops.attention.triton_common import (
     elements,
     softcapped,
 )
-from quickturn_kernels.platform import TRITON
+from quickturn_kernels.platform import TRITON, TRITON_FP8
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
     FLOATS,
@@ -188,9 +189,9 @@ def decode_kernel(
                 visible = visible & (start + column >= oldest)
             wanted = elements(visible, dim, HEAD_DIM)
             key_at = k_cache + block * k_block_stride + head * HEAD_DIM + offset * k_row_stride
-            key = tl.load(key_at[:, None] + dim[None, :], mask=wanted, other=0.0)
+            key = tl.load(key_at[:, None] + dim[None, :], mask=wanted, other=0.0).to(query.dtype)
             value_at = v_cache + block * v_block_stride + head * HEAD_DIM + offset * v_row_stride
-            value = tl.load(value_at[:, None] + dim[None, :], mask=wanted, other=0.0)
+            value = tl.load(value_at[:, None] + dim[None, :], mask=wanted, other=0.0).to(query.dtype)
             scores = softcapped(dot(query, tl.trans(key), UPCAST), scale_log2, cap_log2, CAPPED)
             scores = tl.where(visible[None, :], scores, float("-inf"))
             # Every tile has a visible key, so that the new maximum is finite.
@@ -263,10 +264,18 @@ def tile_config(head_dim: int, itemsize: int) -> tuple[int, int, int, int]:
 
 @register(
     "paged_attention_decode",
+    name="triton_fp8",
+    platform=TRITON_FP8,
+    dtypes=FLOATS,
+    traits={"head_dim": HEAD_DIMS, "cache": {FP8}},
+    priority=Priority.PORTABLE,
+)
+@register(
+    "paged_attention_decode",
     name="triton",
     platform=TRITON,
     dtypes=FLOATS,
-    traits={"head_dim": HEAD_DIMS},
+    traits={"head_dim": HEAD_DIMS, "cache": {SAME}},
     priority=Priority.PORTABLE,
 )
 def paged_attention_decode(

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quickturn_kernels.ops.attention import FP8, SAME
 from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, elements
 from quickturn_kernels.ops.attention.triton_prefill_plan import (
     MAX_SPLITS,
@@ -22,7 +23,7 @@ from quickturn_kernels.ops.attention.triton_prefill_plan import (
     splits_for,
 )
 from quickturn_kernels.ops.attention.triton_prefill_tiles import attend, attend_pairs
-from quickturn_kernels.platform import TRITON, Requirement
+from quickturn_kernels.platform import TRITON, TRITON_FP8, Requirement
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
     FLOATS,
@@ -225,7 +226,7 @@ def combine_kernel(
     name="triton_tma",
     platform=Requirement(device="cuda", min_capability=(9, 0), interpretable=True),
     dtypes=(torch.bfloat16, torch.float16),
-    traits={"head_dim": frozenset({64, 128, 256})},
+    traits={"head_dim": frozenset({64, 128, 256}), "cache": {SAME, FP8}},
     priority=Priority.PORTABLE,
 )
 def paged_attention_prefill_tma(
@@ -255,10 +256,18 @@ def paged_attention_prefill_tma(
 
 @register(
     "paged_attention_prefill",
+    name="triton_fp8",
+    platform=TRITON_FP8,
+    dtypes=FLOATS,
+    traits={"head_dim": HEAD_DIMS, "cache": {FP8}},
+    priority=Priority.PORTABLE,
+)
+@register(
+    "paged_attention_prefill",
     name="triton",
     platform=TRITON,
     dtypes=FLOATS,
-    traits={"head_dim": HEAD_DIMS},
+    traits={"head_dim": HEAD_DIMS, "cache": {SAME}},
     priority=Priority.PORTABLE,
 )
 def paged_attention_prefill(

@@ -56,8 +56,6 @@ def attend(
             page = tl.load(table + start // BLOCK_TOKENS)
             key = k_cache.load([page, start % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
             value = v_cache.load([page, start % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
-            if MASKED:
-                value = tl.where(real[:, None], value, 0.0)
         else:
             block, offset = block_rows(table, start, key_end, BLOCK_TOKENS, BLOCK_N)
             key_at = k_cache + block * k_block_stride + head * HEAD_DIM + offset * k_row_stride
@@ -69,6 +67,10 @@ def attend(
             else:
                 key = tl.load(key_at[:, None] + dim[None, :])
                 value = tl.load(value_at[:, None] + dim[None, :])
+        key = key.to(query.dtype)
+        value = value.to(query.dtype)
+        if DESCRIBED and MASKED:
+            value = tl.where(real[:, None], value, 0.0)
         scores = softcapped(dot(query, tl.trans(key), UPCAST), scale_log2, cap_log2, CAPPED)
         if MASKED:
             visible = (start + column)[None, :] <= position[:, None]
@@ -117,8 +119,16 @@ def attend_pairs(
         second = first + BLOCK_N
         page0 = tl.load(table + first // BLOCK_TOKENS)
         page1 = tl.load(table + second // BLOCK_TOKENS)
-        key0 = k_pages.load([page0, first % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
-        key1 = k_pages.load([page1, second % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
+        key0 = (
+            k_pages.load([page0, first % BLOCK_TOKENS, head * HEAD_DIM])
+            .reshape(BLOCK_N, HEAD_DIM)
+            .to(query.dtype)
+        )
+        key1 = (
+            k_pages.load([page1, second % BLOCK_TOKENS, head * HEAD_DIM])
+            .reshape(BLOCK_N, HEAD_DIM)
+            .to(query.dtype)
+        )
         scores0 = softcapped(dot(query, tl.trans(key0), UPCAST), scale_log2, cap_log2, CAPPED)
         scores1 = softcapped(dot(query, tl.trans(key1), UPCAST), scale_log2, cap_log2, CAPPED)
         new_top = tl.maximum(top, tl.maximum(tl.max(scores0, axis=1), tl.max(scores1, axis=1)))
@@ -126,8 +136,16 @@ def attend_pairs(
         weight0 = tl.exp2(scores0 - new_top[:, None])
         weight1 = tl.exp2(scores1 - new_top[:, None])
         total = total * shrink + tl.sum(weight0, axis=1) + tl.sum(weight1, axis=1)
-        value0 = v_pages.load([page0, first % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
-        value1 = v_pages.load([page1, second % BLOCK_TOKENS, head * HEAD_DIM]).reshape(BLOCK_N, HEAD_DIM)
+        value0 = (
+            v_pages.load([page0, first % BLOCK_TOKENS, head * HEAD_DIM])
+            .reshape(BLOCK_N, HEAD_DIM)
+            .to(query.dtype)
+        )
+        value1 = (
+            v_pages.load([page1, second % BLOCK_TOKENS, head * HEAD_DIM])
+            .reshape(BLOCK_N, HEAD_DIM)
+            .to(query.dtype)
+        )
         sum_out = sum_out * shrink[:, None]
         sum_out += dot(weight0.to(value0.dtype), value0, UPCAST)
         sum_out += dot(weight1.to(value1.dtype), value1, UPCAST)

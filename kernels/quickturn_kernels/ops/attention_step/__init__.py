@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from quickturn_kernels.ops.attention import cache_class
 from quickturn_kernels.registry import Op, define
 
 _Step = Callable[
@@ -25,10 +26,12 @@ _Step = Callable[
         int,
         int,
         bool,
+        float,
+        float,
     ],
     Tensor,
 ]
-_STEP: Op[_Step] = define("rotary_attention_decode", "head_dim")
+_STEP: Op[_Step] = define("rotary_attention_decode", "head_dim", "cache")
 
 
 def rotary_attention_decode(
@@ -50,6 +53,8 @@ def rotary_attention_decode(
     window: int = 0,
     max_context_len: int,
     settled: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """`rotary_cache_write` of one token a row, then `paged_attention_decode` of its query.
 
@@ -58,7 +63,7 @@ def rotary_attention_decode(
     q, k and v was complete before the kernel ahead of this one could start, so that reading may begin while
     that kernel still runs. Returns a new [R, Hq, D].
     """
-    key = (q.device, q.dtype, q.shape[2])
+    key = (q.device, q.dtype, q.shape[2], cache_class(k_cache))
     function = _STEP.table.get(key)
     if function is None:
         function = _STEP.bind(*key)
@@ -80,4 +85,6 @@ def rotary_attention_decode(
         window,
         max_context_len,
         settled,
+        k_scale,
+        v_scale,
     )

@@ -1,10 +1,9 @@
 """Head norms, rotary, cache write and decode attention in one kernel: keys are fetched before q is there."""
 
-import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.attention.hopper_launch import HEAD_DIMS, launch, takes
+from quickturn_kernels.ops.attention.hopper_launch import DTYPES, HEAD_DIMS, launch, takes
 from quickturn_kernels.ops.attention_step.reference import rotary_attention_decode as composed
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
@@ -15,7 +14,7 @@ if cuda_build.available((9, 0)):
         "rotary_attention_decode",
         name="hopper",
         platform=HOPPER,
-        dtypes=(torch.bfloat16,),
+        dtypes=DTYPES,
         traits={"head_dim": HEAD_DIMS},
         priority=Priority.SPECIALIZED,
     )
@@ -37,6 +36,8 @@ if cuda_build.available((9, 0)):
         window: int,
         max_context_len: int,
         settled: bool,
+        k_scale: float,
+        v_scale: float,
     ) -> Tensor:
         """See `quickturn_kernels.rotary_attention_decode`. Partial rotary takes the separate kernels."""
         weights = [weight for weight in (q_weight, k_weight) if weight is not None]
@@ -64,17 +65,21 @@ if cuda_build.available((9, 0)):
                 window,
                 max_context_len,
                 settled,
+                k_scale,
+                v_scale,
             )
-        return launch(
+        out = launch(
             q,
             k_cache,
             v_cache,
             block_tables,
             context_lens,
-            scale,
+            scale * k_scale,
             window,
             max_context_len,
             fresh=(k, v, cos_sin, q_weight, k_weight),
             eps=eps,
+            scales=(k_scale, v_scale),
             early=settled,
         )
+        return out if v_scale == 1.0 else out.mul_(v_scale)

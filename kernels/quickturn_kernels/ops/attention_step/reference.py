@@ -26,6 +26,8 @@ def rotary_attention_decode(
     window: int,
     max_context_len: int,
     settled: bool,
+    k_scale: float,
+    v_scale: float,
 ) -> Tensor:
     """See `quickturn_kernels.rotary_attention_decode`."""
     rotary_cache_write(
@@ -40,6 +42,8 @@ def rotary_attention_decode(
         q_weight=q_weight,
         k_weight=k_weight,
         eps=eps,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     return paged_attention_decode(
         q,
@@ -49,5 +53,7 @@ def rotary_attention_decode(
         context_lens,
         scale,
         window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_context_len=max_context_len,
     )

@@ -7,30 +7,15 @@ from torch import Tensor
 
 from quickturn_kernels.ops.linear import LinearWeight
 from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8, FP8_BLOCK, FP8_CHANNEL
-from quickturn_kernels.platform import Requirement
+from quickturn_kernels.platform import TRITON_FP8
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import FLOATS, INTERPRETED, next_power_of_two
+from quickturn_kernels.triton_fp8 import to_e4m3
 
-FP8_UNITS = Requirement(device="cuda", min_capability=(8, 9), interpretable=True)
 MAX_CONST = tl.constexpr(448.0)
 SMALLEST = tl.constexpr(1e-12)
 ROW_CHUNK: int = 4096
 FEW_TILE_ROWS = 16
-
-
-@triton.jit
-def to_e4m3(value, like, ROUND: tl.constexpr):
-    """float32 values within the range, as the e4m3 elements of the pointer `like`, ties to even. ROUND: by
-    arithmetic first, for Triton's interpreter, whose own conversion drops carries.
-    """
-    if ROUND:
-        # Added to 2^(e + 20), a value of exponent e keeps three bits behind its first; from 2^-6 on, the last
-        # bit's weight stays the same.
-        exponent = tl.maximum((value.to(tl.int32, bitcast=True) >> 23) & 255, 121)
-        shift = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
-        size = (tl.abs(value) + shift) - shift
-        value = tl.where(value < 0, -size, size)
-    return value.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -221,7 +206,7 @@ def linear_kernel(
 @register(
     "linear",
     name="triton_fp8",
-    platform=FP8_UNITS,
+    platform=TRITON_FP8,
     dtypes=FLOATS,
     traits={"layout": {FP8_BLOCK, FP8_CHANNEL}},
     priority=Priority.PORTABLE,

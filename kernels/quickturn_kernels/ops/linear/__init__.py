@@ -88,7 +88,7 @@ def prepare_fp8_linear(weight: Tensor, scale: Tensor) -> LinearWeight:
         aligned = aligned_scales(rows, columns, weight.device)
         if weight.dtype != FP8 or scale.shape != aligned.shape:
             raise ValueError(
-                f"{weight.dtype} [{rows}, {columns}] with scales {list(scale.shape)} is none of the fp8 layouts"
+                f"{weight.dtype} [{rows}, {columns}] with scales {list(scale.shape)} is no fp8 layout"
             )
         aligned.copy_(scale)
         given = LinearWeight((rows, columns), FP8, FP8_BLOCK, (weight, aligned))

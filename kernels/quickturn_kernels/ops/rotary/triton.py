@@ -4,17 +4,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickturn_kernels.platform import TRITON
+from quickturn_kernels.ops.attention import FP8, SAME
+from quickturn_kernels.platform import TRITON, TRITON_FP8
 from quickturn_kernels.registry import Priority, register
-from quickturn_kernels.triton_common import FLOATS, next_power_of_two
+from quickturn_kernels.triton_common import FLOATS, INTERPRETED, next_power_of_two
+from quickturn_kernels.triton_fp8 import to_e4m3
 
 
 @triton.jit
 def _scaled(value, scale, weight, like):
-    """value * scale * weight, rounded to the dtype of `like` after each product, as float32."""
+    """value * scale * weight, rounded to the dtype of `like` after each product, or, if weight is float32,
+    after the last; as float32.
+    """
     dtype = like.dtype.element_ty
-    normed = (value * scale).to(dtype).to(tl.float32)
-    return (normed * weight.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    normed = value * scale
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _to_cache(value, source, target, scale, ROUND: tl.constexpr):
+    """float32 rounded to the dtype of `source`, and then as elements of `target`; in e4m3 over `scale`."""
+    rounded = value.to(source.dtype.element_ty)
+    if target.dtype.element_ty == tl.float8e4nv:
+        narrow = tl.clamp(rounded.to(tl.float32) / scale, -448.0, 448.0)
+        return to_e4m3(narrow, target, ROUND)
+    return rounded.to(target.dtype.element_ty)
 
 
 @triton.jit
@@ -26,11 +42,13 @@ def _norm_and_rotate(
     sin,
     kept,
     eps,
+    cache_scale,
     NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """Heads at the pointers source [N, 1] to target [N, 1]; kept [N, 1] masks them, cos and sin are [1,
     HALF_PAD].
@@ -55,12 +73,12 @@ def _norm_and_rotate(
         if 2 * HALF < HEAD_DIM:
             third = _scaled(third, scale, tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0), source)
     # The cache may be narrower than the model: rounded to the model's dtype first, as the reference does.
-    dtype = source.dtype.element_ty
-    kind = target.dtype.element_ty
-    tl.store(target + low, (first * cos - second * sin).to(dtype).to(kind), mask=turning)
-    tl.store(target + HALF + low, (second * cos + first * sin).to(dtype).to(kind), mask=turning)
+    turned = _to_cache(first * cos - second * sin, source, target, cache_scale, ROUND)
+    tl.store(target + low, turned, mask=turning)
+    turned = _to_cache(second * cos + first * sin, source, target, cache_scale, ROUND)
+    tl.store(target + HALF + low, turned, mask=turning)
     if 2 * HALF < HEAD_DIM:
-        tl.store(target + rest, third.to(dtype).to(kind), mask=staying)
+        tl.store(target + rest, _to_cache(third, source, target, cache_scale, ROUND), mask=staying)
 
 
 @triton.jit
@@ -76,6 +94,8 @@ def rotary_cache_write_kernel(
     q_weight,
     k_weight,
     eps,
+    k_scale,
+    v_scale,
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -96,6 +116,7 @@ def rotary_cache_write_kernel(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
     NORM: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """The GROUP query heads of one kv head, that kv head's key, and its value."""
     token = tl.program_id(0).to(tl.int64)
@@ -116,11 +137,13 @@ def rotary_cache_write_kernel(
             sin,
             member < GROUP,
             eps,
+            1.0,
             NORM,
             HEAD_DIM,
             HALF,
             HALF_PAD,
             REST_PAD,
+            ROUND,
         )
         block = slot // BLOCK_TOKENS
         offset = slot % BLOCK_TOKENS
@@ -128,15 +151,44 @@ def rotary_cache_write_kernel(
         key = k + token * k_token_stride + head * k_head_stride + one
         key_target = k_cache + block * k_block_stride + offset * k_row_stride + head * HEAD_DIM + one
         _norm_and_rotate(
-            key, key_target, k_weight, cos, sin, one == 0, eps, NORM, HEAD_DIM, HALF, HALF_PAD, REST_PAD
+            key,
+            key_target,
+            k_weight,
+            cos,
+            sin,
+            one == 0,
+            eps,
+            k_scale,
+            NORM,
+            HEAD_DIM,
+            HALF,
+            HALF_PAD,
+            REST_PAD,
+            ROUND,
         )
         dim = tl.arange(0, HEAD_PAD)
         value = tl.load(v + token * v_token_stride + head * v_head_stride + dim, mask=dim < HEAD_DIM)
         value_target = v_cache + block * v_block_stride + offset * v_row_stride + head * HEAD_DIM + dim
-        tl.store(value_target, value.to(v_cache.dtype.element_ty), mask=dim < HEAD_DIM)
+        kept_value = _to_cache(value.to(tl.float32), v, v_cache, v_scale, ROUND)
+        tl.store(value_target, kept_value, mask=dim < HEAD_DIM)
 
 
-@register("rotary_cache_write", name="triton", platform=TRITON, dtypes=FLOATS, priority=Priority.PORTABLE)
+@register(
+    "rotary_cache_write",
+    name="triton_fp8",
+    platform=TRITON_FP8,
+    dtypes=FLOATS,
+    traits={"cache": {FP8}},
+    priority=Priority.PORTABLE,
+)
+@register(
+    "rotary_cache_write",
+    name="triton",
+    platform=TRITON,
+    dtypes=FLOATS,
+    traits={"cache": {SAME}},
+    priority=Priority.PORTABLE,
+)
 def rotary_cache_write(
     q: Tensor,
     k: Tensor,
@@ -149,6 +201,8 @@ def rotary_cache_write(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
+    k_scale: float,
+    v_scale: float,
 ) -> None:
     """See `quickturn_kernels.rotary_cache_write`. Both head norms, or neither."""
     if (q_weight is None) != (k_weight is None):
@@ -170,6 +224,8 @@ def rotary_cache_write(
         q_weight,
         k_weight,
         eps,
+        k_scale,
+        v_scale,
         q.stride(0),
         q.stride(1),
         k.stride(0),
@@ -190,5 +246,6 @@ def rotary_cache_write(
         HALF_PAD=next_power_of_two(half),
         REST_PAD=next_power_of_two(head_dim - 2 * half),
         NORM=q_weight is not None,
+        ROUND=INTERPRETED,
         num_warps=1 if head_dim * (heads // kv_heads) <= 1024 else 4,
     )
