@@ -1,6 +1,6 @@
 """Times mixtures of experts at the shape of Qwen3.5-35B-A3B: 256 experts, top 8, H 2048, I 512, one shared.
 
-    python kernels/bench/hopper_moe.py OUT.json
+    python kernels/bench/hopper_moe.py OUT.json [IMPLEMENTATION]
 
 CUDA graphs over several layers' weights, so that nothing stays in L2; random bfloat16 weights and logits,
 made on the device. `moe` is given the choice, `block` begins with the router's product. Every result is
@@ -25,7 +25,7 @@ from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOP = 2048, 512, 256, 8
-LAYERS = 3
+LAYERS = 4
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -120,9 +120,9 @@ def measure(
             found[f"moe {name}"] = {"us": us, "of_roof": least / us, "error": error}
         except (ValueError, RuntimeError, LookupError) as problem:
             found[f"moe {name}"] = str(problem)[:200]
-    for name in ("composed", "hopper"):
+    for name in ("composed", *names):
         try:
-            if name == "hopper" and name not in registry.ops()["moe_block"].implementations:
+            if name != "composed" and name not in registry.ops()["moe_block"].implementations:
                 continue
             with kernels.use(moe_block="reference" if name == "composed" else name):
                 error = off(
@@ -157,7 +157,9 @@ def main() -> None:
     }
     layers = [make_layer() for _ in range(LAYERS)]
     kernels.load(every_tier=True)
-    names = [name for name in registry.ops()["moe"].implementations if name not in ("reference", "cpu")]
+    names = sys.argv[2:] or [
+        name for name in registry.ops()["moe"].implementations if name not in ("reference", "cpu")
+    ]
     for tokens in TOKENS:
         result[f"{tokens} tokens"] = found = measure(tokens, layers, names, roof)
         print(tokens, json.dumps(found), flush=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import quickturn_kernels as kernels
-from quickturn_kernels import cuda_build, platform
-from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert
+from quickturn_kernels import cuda_build, numerics, platform
+from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped
 from quickturn_kernels.ops.moe.hopper_launch import launch
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
@@ -24,6 +24,7 @@ TOKENS = (1, 2, 7, 8, 9, 24, 33, 64)
 @pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 def test_compiles_without_a_gpu() -> None:
     assert cuda_build.library((9, 0)).quickturn_moe_few_tokens is not None
+    assert cuda_build.library((9, 0)).quickturn_moe_grouped is not None
 
 
 def _random(*shape: int) -> Tensor:
@@ -171,3 +172,35 @@ def test_chain_in_a_graph_sees_the_results_ahead(seed: int) -> None:
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, want)
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("tokens", "shape", "biased"),
+    [
+        (65, (2048, 512, 256, 8, 512), False),
+        (700, (1024, 192, 24, 4, 0), False),
+        (300, (264, 64, 7, 3, 64), True),
+        (1, (128, 128, 4, 2, 0), False),
+        (2000, (512, 128, 3, 1, 0), True),
+    ],
+)
+def test_grouped_products(
+    tokens: int, shape: tuple[int, int, int, int, int], biased: bool, rows: int, seed: int
+) -> None:
+    torch.manual_seed(seed + tokens)
+    _, experts, shared = _layer(shape, biased=biased)
+    wide = torch.full((tokens, shape[0] + 64), float("nan"), device="cuda", dtype=BF16)
+    wide[:, : shape[0]] = torch.randn(tokens, shape[0], device="cuda")
+    x = wide[:, : shape[0]]
+    weights, chosen = kernels.route(torch.randn(tokens, shape[2], device="cuda"), shape[3])
+    chosen[1::5, 0] = -1
+    with kernels.use(moe="reference"):
+        want = kernels.moe(x, experts, weights, chosen, shared=shared)
+    with numerics.poisoned():
+        got = hopper_grouped.moe(x, experts, weights, chosen, shared, rows)
+    real = want.norm(dim=1) > 0
+    assert _off(got[real], want[real]) < 1.2e-2
+    assert (got[~real] == 0).all()
+    assert torch.equal(got, hopper_grouped.moe(x, experts, weights, chosen, shared, rows))

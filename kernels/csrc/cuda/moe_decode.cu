@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include "hopper.cuh"
+#include "moe_activation.cuh"
 #include "moe_route.cuh"
 #include "warp_mma.cuh"
 
@@ -27,7 +28,6 @@ constexpr int kPitch = kColumns * 2 + 64;  // bytes; of any two rows in turn one
 constexpr int kStageBytes = kRows * kPitch;
 constexpr int kMaxStages = 16;
 constexpr int kRouterRows = 4;  // of the router in one block
-constexpr float kOssAlpha = 1.702f, kOssLimit = 7.f;
 
 }  // namespace
 
@@ -252,17 +252,6 @@ struct Consumer {
       run<8>(unit, columns, after, after_columns, finish);
   }
 };
-
-__device__ __forceinline__ float activated(float gate, float up, int oss) {
-  gate = rounded(gate);
-  up = rounded(up);
-  if (oss) {
-    gate = fminf(gate, kOssLimit);
-    up = fminf(fmaxf(up, -kOssLimit), kOssLimit);
-    return gate / (1.f + __expf(-kOssAlpha * gate)) * (up + 1.f);
-  }
-  return rounded(gate / (1.f + __expf(-gate))) * up;
-}
 
 // The logits of this block's rows of the router for every token; row `rules.experts` is the shared gate.
 // `early` holds the first columns of those rows.

@@ -1,10 +1,13 @@
-"""Mixtures of experts over few bfloat16 tokens on Hopper: the weights stream at the speed of memory."""
+"""Mixtures of experts on Hopper, bfloat16: few tokens in one launch at the speed of memory, many by warpgroup
+products.
+"""
 
 import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.linear import PLAIN
+from quickturn_kernels.ops.moe import hopper_grouped
 from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
 from quickturn_kernels.ops.moe.reference import moe_block as composed
 from quickturn_kernels.ops.moe.triton import moe as portable
@@ -19,16 +22,19 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
-        traits={"layout": {PLAIN}, "rows": {"few"}},
+        traits={"layout": {PLAIN}},
         priority=Priority.REFERENCE,
     )
     def moe(
         x: Tensor, experts: ExpertWeights, weights: Tensor, chosen: Tensor, shared: SharedExpert | None
     ) -> Tensor:
-        """See `quickturn_kernels.moe`."""
-        if not takes(x, experts, chosen.shape[1], shared):
-            return portable(x, experts, weights, chosen, shared)
-        return launch(x, experts, shared, choice=(weights.contiguous(), chosen.contiguous()))
+        """See `quickturn_kernels.moe`. Up to 64 tokens in one launch; above, tiles by T * k / E."""
+        weights, chosen = weights.contiguous(), chosen.contiguous()
+        if takes(x, experts, chosen.shape[1], shared):
+            return launch(x, experts, shared, choice=(weights, chosen))
+        if x.shape[0] > 0 and hopper_grouped.takes(x, experts):
+            return hopper_grouped.moe(x, experts, weights, chosen, shared)
+        return portable(x, experts, weights, chosen, shared)
 
     @register(
         "moe_block",
