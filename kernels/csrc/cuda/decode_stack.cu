@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
   unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
   const Layout place = layout_of(args);
-  const int warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   StackLayer* layers = reinterpret_cast<StackLayer*>(shared + place.layers);
   Piece* pieces = reinterpret_cast<Piece*>(shared + place.pieces);
   Range* shares = reinterpret_cast<Range*>(shared + place.shares);
@@ -92,8 +92,10 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
 #pragma unroll 1
     for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
       request(ring, matrix_of(args, layers, index, 0), shares[share_of(args, index)]);
-      if (index % kMatrices == 0 && index < kMatrices * args.layer_count)
-        request_keys(args, ring, args.maps + index / kMatrices * 2, pieces);
+      const int l = index / kMatrices;
+      if (index % kMatrices != 0 || l == args.layer_count) continue;
+      request_keys(args, ring, args.maps + l * 2, pieces);
+      if (lane < 2 && l + 1 < args.layer_count) prefetch_map(args.maps + l * 2 + 2 + lane);
     }
     return;
   }
