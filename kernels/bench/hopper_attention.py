@@ -1,11 +1,12 @@
 """Times decode attention on Hopper in CUDA graphs: the portable kernel, ours, and ours with what precedes it.
 
-    python kernels/bench/hopper_attention.py OUT.json
+    python kernels/bench/hopper_attention.py OUT.json [fp8]
 
 A graph has one call a layer, each over a cache of its own, up to 36 layers or 24 GB: small batches don't find
 their keys in L2, as they wouldn't behind a layer's weights. `us` by form: `triton` and `hopper` are
 `paged_attention_decode`; `step` is `rotary_attention_decode` with head norms, `step_triton` the same from
-portable kernels. Bandwidth counts the keys and values of all rows, once.
+portable kernels. Bandwidth counts the keys and values of all rows, once. `fp8`: caches in e4m3 beside the
+ones in bfloat16, for some of the shapes, without the portable kernels.
 """
 
 import json
@@ -24,7 +25,7 @@ from quickturn_kernels import registry
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 BLOCK_TOKENS = 64
-BOUND = 40960
+BOUND = 131072
 LAYERS = 36
 CACHE_BYTES = 24 << 30
 REPEATS = 9
@@ -45,11 +46,12 @@ class Shape:
     kv_heads: int
     head_dim: int
     contexts: tuple[int, ...]
+    fp8: bool = False
 
     @property
     def moved(self) -> int:
         """Bytes of keys and values."""
-        return sum(self.contexts) * self.kv_heads * self.head_dim * 4
+        return sum(self.contexts) * self.kv_heads * self.head_dim * (2 if self.fp8 else 4)
 
 
 SHAPES = (
@@ -70,6 +72,13 @@ SHAPES = (
 )
 
 
+FP8_SHAPES = tuple(
+    Shape(32, 8, 128, contexts, fp8)
+    for contexts in ((2048,), (32768,), (131072,), (2048,) * 8, (2048,) * 32, (8192,) * 64)
+    for fp8 in (False, True)
+) + (Shape(16, 2, 256, (8192,) * 64, True), Shape(16, 2, 256, (32768,), True))
+
+
 @dataclass(frozen=True)
 class Figure:
     """Microseconds a call by form, and the bandwidth of the whole step."""
@@ -87,10 +96,15 @@ class Layers:
         self.shape = shape
         rows, heads = len(shape.contexts), shape.heads + 2 * shape.kv_heads
         width = -(-max(shape.contexts) // BLOCK_TOKENS)
-        layer_bytes = rows * width * BLOCK_TOKENS * shape.kv_heads * shape.head_dim * 4
+        layer_bytes = rows * width * BLOCK_TOKENS * shape.kv_heads * shape.head_dim * (2 if shape.fp8 else 4)
         self.count = max(1, min(LAYERS, CACHE_BYTES // layer_bytes))
         blocks = (rows * width, self.count, 2, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
-        self._cache = torch.empty(blocks, device=DEVICE, dtype=BF16).normal_()
+        if shape.fp8:
+            # Any byte but NaN.
+            numbers = torch.randint(0, 112, blocks, dtype=torch.uint8, device=DEVICE)
+            self._cache = numbers.view(torch.float8_e4m3fn)
+        else:
+            self._cache = torch.empty(blocks, device=DEVICE, dtype=BF16).normal_()
         self._tables = torch.full((rows, BOUND // BLOCK_TOKENS), -1, device=DEVICE, dtype=torch.int32)
         self._tables[:, :width] = torch.randperm(rows * width, device=DEVICE).view(rows, width)
         self._lens = torch.tensor(shape.contexts, device=DEVICE, dtype=torch.int32)
@@ -148,11 +162,13 @@ def timed(run: Callable[[], None], calls: int) -> float:
     return statistics.median(taken)
 
 
-def measure(shape: Shape) -> Figure:
+def measure(shape: Shape, portable: bool) -> Figure:
     """Every form of one shape."""
     layers = Layers(shape)
     us = {}
     for form, choice in FORMS.items():
+        if choice and not portable:
+            continue
 
         def run(whole: bool = form.startswith("step")) -> None:
             for layer in range(layers.count):
@@ -166,9 +182,10 @@ def measure(shape: Shape) -> Figure:
 def main() -> None:
     """Measure all shapes and write the file named on the command line."""
     figures = []
-    for shape in SHAPES:
-        figures.append(asdict(measure(shape)))
-        print(json.dumps(figures[-1]["us"]), flush=True)
+    fp8 = sys.argv[2:] == ["fp8"]
+    for shape in FP8_SHAPES if fp8 else SHAPES:
+        figures.append(asdict(measure(shape, not fp8)))
+        print(json.dumps(figures[-1]), flush=True)
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     Path(sys.argv[1]).write_text(json.dumps({**machine, "decode": figures}, indent=1) + "\n")
 
