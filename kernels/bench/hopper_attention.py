@@ -72,11 +72,14 @@ SHAPES = (
 )
 
 
-FP8_SHAPES = tuple(
-    Shape(32, 8, 128, contexts, fp8)
-    for contexts in ((2048,), (32768,), (131072,), (2048,) * 8, (2048,) * 32, (8192,) * 64)
-    for fp8 in (False, True)
-) + (Shape(16, 2, 256, (8192,) * 64, True), Shape(16, 2, 256, (32768,), True))
+FP8_SHAPES = (
+    *(
+        Shape(32, 8, 128, contexts, fp8)
+        for contexts in ((2048,), (32768,), (131072,), (2048,) * 8, (2048,) * 32, (8192,) * 64)
+        for fp8 in (False, True)
+    ),
+    *(Shape(16, 2, 256, contexts, True) for contexts in ((8192,) * 64, (32768,))),
+)
 
 
 @dataclass(frozen=True)
