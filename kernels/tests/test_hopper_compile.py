@@ -38,6 +38,17 @@ def compiled(plan: str) -> list[dict[str, Any]]:
         ),
         ("sampling", {"scan_kernel", "candidates_kernel", "choose_kernel"}),
         ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel"}),
+        (
+            "moe",
+            {
+                "route_kernel",
+                "count_kernel",
+                "place_kernel",
+                "gate_up_kernel",
+                "down_kernel",
+                "combine_kernel",
+            },
+        ),
     ],
 )
 def test_kernels_fit_a_hopper(plan: str, kernels: set[str]) -> None:

@@ -12,7 +12,8 @@ import torch
 from quickturn_kernels import platform, registry
 from quickturn_kernels.__main__ import DTYPES
 from quickturn_kernels.bench.measure import Roof, cache_bytes, measure, roof
-from quickturn_kernels.bench.problems import Problem, problems
+from quickturn_kernels.bench.problem import Problem
+from quickturn_kernels.bench.problems import problems
 from quickturn_kernels.registry import Signature
 
 MAX_COPIES = 16

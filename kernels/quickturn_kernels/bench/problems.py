@@ -9,21 +9,10 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import SamplingTensors
+from quickturn_kernels.bench.experts import expert_problems
+from quickturn_kernels.bench.problem import Problem
 
 BLOCK_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One call of one op. `build` makes inputs of its own and returns the call; bytes are read and written,
-    each once.
-    """
-
-    op: str
-    shape: str
-    moved: int
-    flops: int
-    build: Callable[[], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,11 @@ SMOLLM2 = Model(576, 1536, 9, 3, 64, 49152)
 
 
 def problems(device: torch.device, dtype: torch.dtype) -> tuple[Problem, ...]:
-    """The shapes of an 8B model on a GPU, of a 135M model elsewhere."""
+    """The shapes of an 8B model and a mixture of experts on a GPU, of small models elsewhere."""
+    return (*_decoder_problems(device, dtype), *expert_problems(device, dtype))
+
+
+def _decoder_problems(device: torch.device, dtype: torch.dtype) -> tuple[Problem, ...]:
     if device.type != "cuda":
         return _all(
             SMOLLM2,
