@@ -11,6 +11,7 @@ from quickturn.layers.rotary import Rotary, cos_sin_table
 from quickturn.models.declare import Declaration, Embed, Head, Materials, Norm, Parameter
 from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
+from quickturn.parallel.fuse import FusedDecode, fuse_decode
 from quickturn.parallel.placement import Run, Step, conversions
 from quickturn.parallel.weights import WeightSpec
 
@@ -88,10 +89,19 @@ class Architecture:
 class Model:
     """A model that can run: the steps of an architecture, holding their weights."""
 
-    def __init__(self, architecture: Architecture, steps: tuple[Step, ...], tail: int) -> None:
-        """`tail` is the index of the first step that only the sampled tokens need."""
+    def __init__(
+        self,
+        architecture: Architecture,
+        steps: tuple[Step, ...],
+        tail: int,
+        fused: FusedDecode | None = None,
+    ) -> None:
+        """`tail` is the index of the first step that only the sampled tokens need. `fused`: the steps behind
+        the first as one, for the batches that it takes.
+        """
         self.architecture = architecture
         self.steps = steps
+        self._fused = fused
         self._embed: Run = steps[0].run
         self._body: tuple[Run, ...] = tuple(step.run for step in steps[1:tail])
         self._tail: tuple[Run, ...] = tuple(step.run for step in steps[tail:])
@@ -118,6 +128,8 @@ class Model:
         """
         ids = batch.token_ids
         residual = self._embed(ids, ids, batch)
+        if self._fused is not None and self._fused.takes(batch):
+            return self._fused(residual, batch)
         x = residual
         for run in self._body:
             x = run(x, residual, batch)
@@ -150,4 +162,4 @@ def build(
     last_mixer = max(
         i for i, declaration in enumerate(declarations) if isinstance(declaration, Attend | Delta)
     )
-    return Model(architecture, steps, last_mixer + 1)
+    return Model(architecture, steps, last_mixer + 1, fuse_decode(steps))
