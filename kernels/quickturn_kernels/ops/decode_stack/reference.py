@@ -57,7 +57,7 @@ def decode_stack(
     return linear(add_rms_norm(x, residual, stack.norm, stack.eps), stack.head, None, torch.float32)
 
 
-@register("decode_stack_rows", name="reference", priority=Priority.REFERENCE)
+@register("decode_stack_rows", name="reference", priority=Priority.PORTABLE)
 def decode_stack_rows(stack: DecoderStack) -> int:
     """Never faster: it's the same ops."""
     return 0
