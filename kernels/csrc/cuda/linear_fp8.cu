@@ -11,8 +11,8 @@
 // `permute_columns` in ops/linear/hopper_fp8.py.
 #include <cuda_runtime.h>
 
-#include "scalars.cuh"
 #include "hopper.cuh"
+#include "scalars.cuh"
 #include "tensor_map.h"
 #include "warp_mma.cuh"
 
@@ -22,12 +22,22 @@ namespace {
 constexpr int kStageColumns = 128;
 constexpr int kStageSteps = kStageColumns / 16;
 constexpr int kProductRows = 64;
-constexpr int kGroups = 2;  // warpgroups that multiply
-constexpr int kMultiplying = kGroups * 128;
-constexpr int kThreads = kMultiplying + 128;  // of the last warpgroup one thread requests
-constexpr int kMinStages = 2;
 constexpr int kMaxStages = 24;
 constexpr int kMaxSplit = 8;
+
+// Warpgroups that multiply, as many as have room for their sums: the way from a stage's arrival to its sum is
+// long, and only other warpgroups fill the waits. One more requests.
+__host__ __device__ constexpr int groups_of(int columns, int products) {
+  if (columns <= 16) return 4;
+  if (columns == 32) return products <= 2 ? 4 : 3;
+  return products == 1 ? 3 : 2;
+}
+
+// Registers of a thread that multiplies; the requesting warpgroup's go to them.
+__host__ __device__ constexpr int registers_of(int groups) {
+  return groups == 4 ? 112 : groups == 3 ? 152 : 232;
+}
+constexpr int kRequestingRegisters = 40;
 
 struct Arguments {
   void* out;                  // [rows, features], of x's type or float32
@@ -42,13 +52,16 @@ struct Arguments {
   int tiles;
   int tile_rows;  // rows of W in a tile
   int tile_step;  // tiles between two tiles of one block
-  int stages;     // of the ring, an even number
+  int stages;     // of the ring, a multiple of the warpgroups that multiply
   int sums;       // bytes from the ring's start to the partial sums
   bool gated;     // half of a tile's rows are gate and half are up: out = silu(gate) * up
   bool wide;      // out is float32
 };
 
-__device__ __forceinline__ void sync_multiplying() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+template <int kGroups>
+__device__ __forceinline__ void sync_multiplying() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kGroups * 128) : "memory");
+}
 
 // d[64, kColumns] (+)= a[64, 16] b[kColumns, 16]^T, a in registers; `add` 0 starts from zero.
 template <typename Type, int kColumns>
@@ -145,14 +158,15 @@ __device__ __forceinline__ void store4(const Arguments& args, int row, int featu
   }
 }
 
-// Sums the partial tiles of the cluster for this block's share of the features, and stores them.
-template <typename Type>
+// Adds the partial tiles of all warpgroups of the cluster for this block's share of the features, and stores
+// them.
+template <typename Type, int kGroups>
 __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t sums) {
   const int pitch = args.tile_rows + 4;
   const int tile_features = args.gated ? args.tile_rows / 2 : args.tile_rows;
   const int share = tile_features / args.split;
   const int quads = share / 4;
-  for (int item = threadIdx.x; item < args.rows * quads; item += kMultiplying) {
+  for (int item = threadIdx.x; item < args.rows * quads; item += kGroups * 128) {
     const int row = item / quads;
     const int local = static_cast<int>(rank) * share + (item - row * quads) * 4;
     const int feature = tile * tile_features + local;
@@ -163,11 +177,15 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
       if (part == 1 && !args.gated) break;
       const uint32_t address = sums + 4u * static_cast<uint32_t>(row * pitch + part * tile_features + local);
       for (int peer = 0; peer < args.split; ++peer) {
-        const float4 piece = load_remote(address, args.split > 1 ? peer : cluster_rank());
-        value[part][0] += piece.x;
-        value[part][1] += piece.y;
-        value[part][2] += piece.z;
-        value[part][3] += piece.w;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          const uint32_t from = address + 4u * static_cast<uint32_t>(group * args.rows * pitch);
+          const float4 piece = load_remote(from, args.split > 1 ? peer : cluster_rank());
+          value[part][0] += piece.x;
+          value[part][1] += piece.y;
+          value[part][2] += piece.z;
+          value[part][3] += piece.w;
+        }
       }
       const int first = part * args.features + feature;
 #pragma unroll
@@ -185,6 +203,13 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
   }
 }
 
+// Not moved by the compiler towards its use.
+__device__ __forceinline__ float load_early(const float* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+
 // The scales of row `local` of a tile, one for each stage.
 __device__ __forceinline__ const float* scales_of(const Arguments& args, int tile, int local) {
   const int box_rows = args.gated ? args.tile_rows / 2 : args.tile_rows;
@@ -195,9 +220,10 @@ __device__ __forceinline__ const float* scales_of(const Arguments& args, int til
 
 // kColumns: rows of x rounded up to 8, 16, 32 or 64. kProducts: products of 64 rows that cover a tile.
 template <typename Type, int kColumns, int kProducts>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
     few_rows_fp8(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
                  const Arguments args) {
+  constexpr int kGroups = groups_of(kColumns, kProducts), kMultiplying = kGroups * 128;
   constexpr int kSliceBytes = kColumns * kSliceColumns * 2;
   extern __shared__ unsigned char memory[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
@@ -250,8 +276,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x >= kMultiplying) {
-    // The registers of the requesting warpgroup go to those that multiply.
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRequestingRegisters));
     if (threadIdx.x == kMultiplying) {
       let_dependents_start();
       wait_for_predecessors();
@@ -277,8 +302,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       cluster_sync();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const int group = threadIdx.x / 128;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers_of(kGroups)));
+    const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // uniform, as the compiler sees it
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int pitch = args.tile_rows + 4;
     float* sums = reinterpret_cast<float*>(memory + (ring - shared_address(memory)) + args.sums);
@@ -302,17 +327,22 @@ __global__ void __launch_bounds__(kThreads, 1)
                         first_chunk;
       }
       // A stage is always the same group's, so that no group misses a phase of its barrier.
-      const int first = (group ^ turn) & 1;
+      const int first = (group + kGroups - turn % kGroups) % kGroups;
       int stage = (turn + first) % args.stages;
       uint32_t parity = (turn + first) / args.stages & 1;
-      for (int chunk = first; chunk < chunks; chunk += kGroups) {
-        const uint32_t at = ring + stage * stage_bytes;
-        float scale[kProducts][2];
+      float scale[kProducts][2];
+      auto load_scales = [&](int chunk) {
+        if (args.block_scales == nullptr) return;
 #pragma unroll
         for (int part = 0; part < kProducts; ++part)
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            scale[part][half] = args.block_scales == nullptr ? 1.f : __ldg(scales[part][half] + chunk);
+          for (int half = 0; half < 2; ++half) scale[part][half] = load_early(scales[part][half] + chunk);
+      };
+#pragma unroll
+      for (int part = 0; part < kProducts; ++part) scale[part][0] = scale[part][1] = 1.f;
+      if (first < chunks) load_scales(first);
+      for (int chunk = first; chunk < chunks; chunk += kGroups) {
+        const uint32_t at = ring + stage * stage_bytes;
         barrier_wait(full + 8 * stage, parity);
 #pragma unroll
         for (int part = 0; part < kProducts; ++part) {
@@ -333,11 +363,11 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           float product[kColumns / 2];
           products_begin();
+          const uint64_t x_at = operand(at + weight_bytes);
 #pragma unroll
           for (int step = 0; step < kStageSteps; ++step)
             RegisterProduct<Type, kColumns>::run(
-                product, a[step], operand(at + weight_bytes + step / 4 * kSliceBytes + step % 4 * 32),
-                step > 0);
+                product, a[step], x_at + (step / 4 * kSliceBytes + step % 4 * 32) / 16, step > 0);
           products_commit();
           products_wait<0>();
 #pragma unroll
@@ -347,6 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
         if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (chunk + kGroups < chunks) load_scales(chunk + kGroups);
         stage += kGroups;
         if (stage >= args.stages) {
           stage -= args.stages;
@@ -356,30 +387,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
       // The groups' sums meet in shared memory, where the ring may have been: everybody has to be done with
       // it. A thread holds two weight rows (eight apart) of two columns in each group of eight columns.
+      sync_multiplying<kGroups>();
+      float* own = sums + group * args.rows * pitch;
 #pragma unroll
-      for (int turn_of = kGroups - 1; turn_of >= 0; --turn_of) {
-        sync_multiplying();
-        if (group != turn_of) continue;
+      for (int part = 0; part < kProducts; ++part) {
 #pragma unroll
-        for (int part = 0; part < kProducts; ++part) {
-#pragma unroll
-          for (int i = 0; i < kColumns / 2; ++i) {
-            const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            const int row = part * kProductRows + warp * 16 + lane / 4 + (i / 2 % 2) * 8;
-            if (column < args.rows && row < args.tile_rows) {
-              float& to = sums[column * pitch + row];
-              to = turn_of == kGroups - 1 ? sum[part][i] : to + sum[part][i];
-            }
-          }
+        for (int i = 0; i < kColumns / 2; ++i) {
+          const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+          const int row = part * kProductRows + warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+          if (column < args.rows && row < args.tile_rows) own[column * pitch + row] = sum[part][i];
         }
       }
       if (args.split > 1) {
         cluster_sync();
-        finish<Type>(args, tile, rank, ring + args.sums);
+        finish<Type, kGroups>(args, tile, rank, ring + args.sums);
         cluster_sync();  // the sums must outlive the reads of the other blocks
       } else {
-        sync_multiplying();
-        finish<Type>(args, tile, 0, ring + args.sums);
+        sync_multiplying<kGroups>();
+        finish<Type, kGroups>(args, tile, 0, ring + args.sums);
       }
     }
   }
@@ -408,7 +433,7 @@ struct Fp8LinearPlan {
   int tile_rows;  // rows of W in a tile: a multiple of 16 (gated: 32) up to 192
   int split;      // blocks that share K: 1, 2, 4 or 8
   int blocks;     // at most this many blocks if split is 1: then each takes several tiles
-  int stages;     // of the ring, an even number
+  int stages;     // of the ring, a multiple of the warpgroups that multiply (groups_of)
   int early;      // 0: an ordinary launch, after everything ahead has finished
 };
 
@@ -426,8 +451,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   const int split = plan->split;
   if (rows < 1 || rows > 64 || plan->tile_rows < 16 || plan->tile_rows > 3 * kProductRows ||
       plan->tile_rows % (gated ? 32 : 16) || split < 1 || split > kMaxSplit ||
-      tile_features / split % 4 != 0 || plan->stages < kMinStages || plan->stages > kMaxStages ||
-      plan->stages % kGroups != 0 || columns % 16 != 0)
+      tile_features / split % 4 != 0 || plan->stages < 1 || plan->stages > kMaxStages || columns % 16 != 0)
     return cudaErrorInvalidValue;
   const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   const int tiles = (features + tile_features - 1) / tile_features;
@@ -436,7 +460,9 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   const int ring_bytes = plan->stages * stage_bytes;
   // The last product of a stage may read beyond the tile, into whatever follows.
   const int overread = (kProductRows - plan->tile_rows % kProductRows) % kProductRows * kStageColumns;
-  const int sums_bytes = rows * (plan->tile_rows + 4) * 4;
+  const int products = (plan->tile_rows + kProductRows - 1) / kProductRows;
+  const int groups = groups_of(padded, products);
+  const int sums_bytes = groups * rows * (plan->tile_rows + 4) * 4;
   const bool one_tile = slots == tiles;
   Arguments args{};
   args.out = out;
@@ -455,7 +481,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   args.sums = one_tile ? 0 : ring_bytes;
   args.gated = gated != 0;
   args.wide = wide != 0;
-  if (split > args.chunks) return cudaErrorInvalidValue;
+  if (split > args.chunks || plan->stages % groups != 0) return cudaErrorInvalidValue;
   TensorMap weight_map, x_map;
   if (!encode_map(weight_map, weight, gated ? 2ll * features : features, columns, columns,
                   gated ? tile_features : plan->tile_rows, kStageColumns, 1) ||
@@ -484,7 +510,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(slots * split);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(groups * 128 + 128);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;

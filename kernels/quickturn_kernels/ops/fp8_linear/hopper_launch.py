@@ -28,11 +28,11 @@ UNITS = 132
 
 MAX_TILE_ROWS = 192
 PRODUCT_ROWS = 64
-MIN_STAGES, MAX_STAGES = 2, 24
+MAX_STAGES = 24
 RING_LIMIT = 231_000
 """Bytes of shared memory for one block."""
 
-MEMORY_RATE, CACHE_RATE, CONVERSION_RATE = 32.0, 42.0, 55.0
+MEMORY_RATE, CACHE_RATE, CONVERSION_RATE = 32.0, 42.0, 44.0
 """Bytes a nanosecond of one multiprocessor: its share of memory and of L2, and fp8 weights made 16 bits."""
 
 MEETING = 700.0
@@ -43,7 +43,7 @@ MEETING = 700.0
 class Plan:
     """tile_rows: rows of the weight in a tile, a multiple of 16 (gated: 32) up to 192. split: blocks that
     share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
-    block's ring, an even number. early: start before the kernel ahead has finished.
+    block's ring, a multiple of `groups_of`. early: start before the kernel ahead has finished.
     """
 
     tile_rows: int
@@ -120,28 +120,43 @@ def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
         if plan is not None and (time := _time(rows, weight_rows, columns, plan)) < best_time:
             best, best_time = plan, time
     assert best is not None
-    features = weight_rows // 2 if gated else weight_rows
+    return with_stages(best, rows, weight_rows // 2 if gated else weight_rows, gated)
+
+
+def with_stages(plan: Plan, rows: int, features: int, gated: bool) -> Plan:
+    """The plan with as many stages as there is room for."""
+    step = groups_of(rows, plan.tile_rows)
     fitting = [
         stages
-        for stages in range(MIN_STAGES, MAX_STAGES + 1, 2)
-        if shared_memory(rows, features, gated, replace(best, stages=stages)) <= RING_LIMIT
+        for stages in range(step, MAX_STAGES + 1, step)
+        if shared_memory(rows, features, gated, replace(plan, stages=stages)) <= RING_LIMIT
     ]
-    return replace(best, stages=max(fitting, default=MIN_STAGES))
+    return replace(plan, stages=max(fitting, default=step))
+
+
+def groups_of(rows: int, tile_rows: int) -> int:
+    """Warpgroups of a block that multiply (groups_of in linear_fp8.cu)."""
+    products = -(-tile_rows // PRODUCT_ROWS)
+    if rows <= 16:
+        return 4
+    if rows <= 32:
+        return 4 if products <= 2 else 3
+    return 3 if products == 1 else 2
 
 
 def geometry(weight_rows: int, columns: int, tile_rows: int, split: int) -> Plan | None:
-    """Tiles of `tile_rows`, their K in `split` parts, with the fewest stages; None if that isn't possible or
+    """Tiles of `tile_rows`, their K in `split` parts, not yet with stages; None if that isn't possible or
     a split wouldn't fit the machine at once.
     """
     tiles = -(-weight_rows // tile_rows)
     if split == 1:
         waves = -(-tiles // UNITS)
-        return Plan(tile_rows, 1, -(-tiles // waves), MIN_STAGES)
+        return Plan(tile_rows, 1, -(-tiles // waves), 1)
     # Clusters of four or eight leave four of the 132 multiprocessors unused.
     room = UNITS if split == 2 else UNITS - 4
     if tiles * split > room or -(-columns // BLOCK) < 2 * split or tile_rows // split % 8:
         return None
-    return Plan(tile_rows, split, UNITS, MIN_STAGES)
+    return Plan(tile_rows, split, UNITS, 1)
 
 
 def _time(rows: int, weight_rows: int, columns: int, plan: Plan) -> float:
@@ -160,7 +175,7 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
     """Bytes of dynamic shared memory that the kernel will ask for (as computed in linear_fp8.cu)."""
     padded = next(n for n in (8, 16, 32, 64) if rows <= n)
     ring = plan.stages * (plan.tile_rows + 2 * padded) * BLOCK
-    sums = rows * (plan.tile_rows + 4) * 4
+    sums = groups_of(rows, plan.tile_rows) * rows * (plan.tile_rows + 4) * 4
     tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
     overread = -plan.tile_rows % PRODUCT_ROWS * BLOCK
     behind = sums - ring if plan.split > 1 or tiles <= plan.blocks else sums

@@ -97,7 +97,7 @@ def quantize_groups(x: Tensor, *, rows: int | None = None, permuted: bool = Fals
     if x.stride(1) != 1:
         x = x.contiguous()
     groups = -(-columns // BLOCK)
-    out = torch.empty((rows, columns), dtype=FP8, device=x.device)
+    out = torch.empty((rows, columns), dtype=torch.uint8, device=x.device).view(FP8)
     scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
     if rows == 0:
         return out, scales
@@ -129,7 +129,7 @@ def quantize_whole_rows(
     rows = count if rows is None else rows
     if x.stride(1) != 1:
         x = x.contiguous()
-    out = torch.empty((rows, columns), dtype=FP8, device=x.device)
+    out = torch.empty((rows, columns), dtype=torch.uint8, device=x.device).view(FP8)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         quantize_rows_kernel[(rows,)](
