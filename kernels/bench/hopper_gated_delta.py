@@ -23,6 +23,7 @@ from torch import Tensor
 import quickturn_kernels as kernels
 from quickturn_kernels import registry
 from quickturn_kernels.ops.linear_attention import hopper_prefill, hopper_step, triton_prefill
+from quickturn_kernels.ops.linear_attention.triton_prefill import Prepared
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -236,8 +237,8 @@ class Prefill:
             context_lens=self.lens,
         )
 
-    def walk(self, groups: int) -> Tensor:
-        """Our kernel with so many warpgroups a thread block."""
+    def walk(self, groups: int, made: Prepared | None = None) -> Tensor:
+        """Our kernels, the second with so many warpgroups a thread block."""
         return hopper_prefill.launch(
             *self.heads(),
             self.a,
@@ -252,13 +253,14 @@ class Prefill:
             DIM**-0.5,
             None,
             groups,
+            made,
         )
 
-    def prepare(self) -> object:
-        """The first of its two kernels."""
+    def prepare(self, form: Callable[..., Prepared]) -> Prepared:
+        """The first of the two kernels."""
         q, k, _ = self.heads()
         gates = (self.a, self.b, self.a_log, self.dt_bias)
-        return triton_prefill.prepare(q, k, *gates, self.starts, self.lens, DIM**-0.5)
+        return form(q, k, *gates, self.starts, self.lens, DIM**-0.5)
 
     def convolution(self) -> Tensor:
         """The convolution ahead of it."""
@@ -281,10 +283,12 @@ def prefill(lengths: tuple[int, ...]) -> dict[str, Any]:
         with registry.use(gated_delta_prefill="torch"):
             expected = made.op()
             expected_state = made.states[made.rows :].clone()
+    prepared = made.prepare(triton_prefill.prepare)
+    line["prepare_triton"] = timed([lambda: made.prepare(triton_prefill.prepare)] * 4)
     forms: dict[str, tuple[Call, dict[str, str]]] = {
         "triton": (made.op, {"gated_delta_prefill": "triton"}),
-        "hopper_1": (lambda: made.walk(1), {}),
-        "hopper_2": (lambda: made.walk(2), {}),
+        "walk_1": (lambda: made.walk(1, prepared), {}),
+        "walk_2": (lambda: made.walk(2, prepared), {}),
         "hopper": (made.op, {"gated_delta_prefill": "hopper"}),
     }
     for name, (form, names) in forms.items():
@@ -298,7 +302,7 @@ def prefill(lengths: tuple[int, ...]) -> dict[str, Any]:
                 line[name] = timed([form] * 4)
         except Exception as error:
             line[name] = repr(error)[:300]
-    line["prepare"] = timed([made.prepare] * 4)
+    line["prepare"] = timed([lambda: made.prepare(hopper_prefill.prepare)] * 4)
     return line
 
 

@@ -9,6 +9,7 @@ from quickturn_kernels import (
     gated_delta_decode,
     gated_delta_prefill,
     gated_rms_norm,
+    rms_norm,
     use,
 )
 
@@ -104,3 +105,12 @@ def test_gated_norm_is_transformers(dtype: torch.dtype, seed: int) -> None:
     with use(gated_rms_norm="reference"):
         out = gated_rms_norm(x, gate, weight, 1e-5)
     assert torch.equal(out, module(x, gate).detach())
+
+
+def test_norm_with_a_wide_weight_is_transformers(seed: int) -> None:
+    generator = Generator().manual_seed(seed)
+    x = torch.randn(5, 24, generator=generator).bfloat16()
+    module = modeling.Qwen3NextRMSNorm(24, eps=1e-5)
+    module.weight.data.copy_(torch.randn(24, generator=generator))
+    with use(rms_norm="reference"):
+        assert torch.equal(rms_norm(x, 1 + module.weight.detach(), 1e-5), module(x).detach())

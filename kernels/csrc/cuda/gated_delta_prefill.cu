@@ -16,14 +16,9 @@
 namespace quickturn {
 namespace {
 
-constexpr int kDim = 128;
-constexpr int kChunk = 64;
 constexpr int kStages = 3;
-constexpr int kSpare = 2;    // slots of a row beyond length / kChunk
-constexpr int kFactors = 5;  // log decay; of k before the solution and in the update; of q; norm of k
 constexpr float kLog2E = 1.44269504f;
 
-constexpr uint32_t kTile = kChunk * 128;  // bytes of 64 tokens' 64 columns, or of a triangle
 constexpr uint32_t kFactorBytes = kFactors * kChunk * 4;
 
 // Offsets within a stage.
@@ -77,25 +72,6 @@ __device__ __forceinline__ float load_one(uint32_t address) {
 
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-// A row's tokens and the grid of its chunks.
-struct Walk {
-  int start, end, skipped, chunks;
-  long long slot;
-
-  __device__ Walk(const GatedDeltaScanArguments& args, int row) {
-    const int* starts = static_cast<const int*>(args.query_start);
-    start = starts[row], end = starts[row + 1];
-    skipped = 0;
-    if (args.context_lens != nullptr)
-      skipped = (static_cast<const int*>(args.context_lens)[row] - (end - start)) % kChunk;
-    chunks = (end - start + skipped + kChunk - 1) / kChunk;
-    if (end == start) chunks = 0;
-    slot = start / kChunk + kSpare * row;
-  }
-  __device__ int first(int chunk) const { return max(start, start + chunk * kChunk - skipped); }
-  __device__ int last(int chunk) const { return min(end, start + (chunk + 1) * kChunk - skipped); }
-};
 
 struct Maps {
   TensorMap q, k, v, solved, scores;
@@ -369,7 +345,7 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const Walk walk(args, row);
+  const Walk walk(args.query_start, args.context_lens, row);
   if (static_cast<const int*>(args.state_out)[row] < 0) {
     // Padding.
     for (int piece = threadIdx.x; piece < (walk.end - walk.start) * kGroups * 8; piece += blockDim.x) {

@@ -90,7 +90,7 @@ if cuda_build.available((9, 0)):
         boundaries: Boundaries | None,
     ) -> Tensor:
         """See `quickturn_kernels.gated_delta_prefill`. What the kernel can't do goes to the portable ones."""
-        ours = hopper_prefill.takes(q, k, v, states, state_in.shape[0])
+        ours = hopper_prefill.takes(q, k, v, a, b, a_log, dt_bias, states, state_in.shape[0])
         return (hopper_prefill.launch if ours else triton_prefill.launch)(
             q,
             k,

@@ -1,4 +1,4 @@
-"""The launch of the walk over prompts (csrc/cuda/gated_delta_prefill.cu)."""
+"""The launches of prompts' two kernels (csrc/cuda/gated_delta_prepare.cu, gated_delta_prefill.cu)."""
 
 import ctypes
 from functools import cache
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
+from quickturn_kernels.ops.linear_attention import CHUNK
 from quickturn_kernels.ops.linear_attention.boundaries import Boundaries
-from quickturn_kernels.ops.linear_attention.triton_prefill import prepare
+from quickturn_kernels.ops.linear_attention.triton_prefill import FACTORS, SPARE, Prepared
 from quickturn_kernels.platform import describe
 
 HEAD_DIM = 128
@@ -36,6 +37,32 @@ _PITCHES = ("q", "k", "v", "state_block")
 _COUNTS = ("tokens", "rows", "key_heads", "heads", "slots", "half_states")
 
 
+class _PrepareArguments(ctypes.Structure):
+    """GatedDeltaPrepareArguments of gated_delta_prefill.cuh."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "q",
+                "k",
+                "a",
+                "b",
+                "a_log",
+                "dt_bias",
+                "query_start",
+                "context_lens",
+                "solved",
+                "scores",
+                "factors",
+            )
+        ),
+        *((f"{name}_pitch", ctypes.c_longlong) for name in ("q", "k", "a", "b")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("tokens", "rows", "key_heads", "heads", "slots")),
+    ]
+
+
 class _Arguments(ctypes.Structure):
     """GatedDeltaScanArguments of gated_delta_prefill.cuh."""
 
@@ -46,10 +73,23 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, states: Tensor, rows: int) -> bool:
+def takes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    rows: int,
+) -> bool:
     """Whether `launch` can do this call: heads that the copy engine can address, 128 wide."""
     return (
-        0 < rows <= MAX_GRID
+        a.dtype == b.dtype == torch.bfloat16
+        and a.stride(1) == b.stride(1) == 1
+        and a_log.dtype == dt_bias.dtype == torch.float32
+        and 0 < rows <= MAX_GRID
         and q.shape[0] > 0
         and all(
             x.dtype == torch.bfloat16
@@ -62,6 +102,53 @@ def takes(q: Tensor, k: Tensor, v: Tensor, states: Tensor, rows: int) -> bool:
         and states.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
         and states.dtype in (torch.float32, torch.bfloat16)
     )
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor | None,
+    scale: float,
+) -> Prepared:
+    """What `triton_prefill.prepare` does. Raises RuntimeError if the launch fails."""
+    tokens, heads = a.shape
+    rows = query_start.shape[0] - 1
+    device = q.device
+    slots = tokens // CHUNK + SPARE * rows
+    solved, scores = torch.empty((2, slots, heads, CHUNK, CHUNK), dtype=q.dtype, device=device).unbind()
+    factors = torch.empty((slots, heads, FACTORS, CHUNK), dtype=torch.float32, device=device)
+    arguments = _PrepareArguments(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        a=a.data_ptr(),
+        b=b.data_ptr(),
+        a_log=a_log.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        query_start=query_start.data_ptr(),
+        context_lens=None if context_lens is None else context_lens.data_ptr(),
+        solved=solved.data_ptr(),
+        scores=scores.data_ptr(),
+        factors=factors.data_ptr(),
+        q_pitch=q.stride(0),
+        k_pitch=k.stride(0),
+        a_pitch=a.stride(0),
+        b_pitch=b.stride(0),
+        scale=scale,
+        tokens=tokens,
+        rows=rows,
+        key_heads=k.shape[1],
+        heads=heads,
+        slots=slots,
+    )
+    code = _prepare_function(device)(ctypes.byref(arguments), torch.cuda.current_stream(device).cuda_stream)
+    if code != 0:
+        raise RuntimeError(f"preparation of {tokens} tokens, {k.shape[1]}/{heads} heads: CUDA error {code}")
+    return Prepared(solved, scores, factors)
 
 
 def launch(
@@ -82,16 +169,18 @@ def launch(
     scale: float,
     boundaries: Boundaries | None,
     groups: int | None = None,
+    made: Prepared | None = None,
 ) -> Tensor:
     """`quickturn_kernels.gated_delta_prefill` of what `takes` took.
 
-    groups: warpgroups of a thread block, 1 or 2, each with 64 columns of a head's state. Raises RuntimeError
-    if the launch fails.
+    groups: warpgroups of a thread block, 1 or 2, each with 64 columns of a head's state. made: what `prepare`
+    gave, if that was done. Raises RuntimeError if a launch fails.
     """
     tokens, heads, _ = v.shape
     rows = state_in.shape[0]
     device = q.device
-    made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
+    if made is None:
+        made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
     out = torch.empty(v.shape, dtype=q.dtype, device=device)
     if groups is None:
         groups = 1 if 2 * rows * heads <= describe(device).units else 2
@@ -134,5 +223,13 @@ def launch(
 def _function(device: torch.device) -> "ctypes._FuncPointer":
     function = library(describe(device).capability).quickturn_gated_delta_scan
     function.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_void_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+@cache
+def _prepare_function(device: torch.device) -> "ctypes._FuncPointer":
+    function = library(describe(device).capability).quickturn_gated_delta_prepare
+    function.argtypes = [ctypes.POINTER(_PrepareArguments), ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function
