@@ -68,17 +68,17 @@ __device__ __forceinline__ uint4 load_packet(const uint4* from) {
   return packet;
 }
 
-// Waits for the packets at `from[i]` that are not null.
+// Waits for the packets at `from[at[i]]`, none where at[i] is negative.
 template <int kCount>
-__device__ __forceinline__ void await(uint2 (&data)[kCount], const uint4* const (&from)[kCount],
+__device__ __forceinline__ void await(uint2 (&data)[kCount], const uint4* from, const int (&at)[kCount],
                                       unsigned flag) {
 #pragma unroll 1
   for (int tries = 0;; ++tries) {
     bool ready = true;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (from[i] == nullptr) continue;
-      const uint4 packet = load_packet(from[i]);
+      if (at[i] < 0) continue;
+      const uint4 packet = load_packet(from + at[i]);
       data[i] = make_uint2(packet.x, packet.z);
       ready &= packet.y == flag && packet.w == flag;
     }
@@ -323,25 +323,23 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
 // Waits for [rows, columns] as packets and lays them down as the operand of a product.
 __device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* x, int rows) {
   const int columns = matrix.columns;
-  const uint4* packets = matrix.input;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
   int row = 0, run = 0;
 #pragma unroll 1
   while (row < rows) {
-    const uint4* from[kPackets];
-    unsigned char* to[kPackets];
+    int from[kPackets], to[kPackets];
     uint2 data[kPackets];
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int at = run * kComputing + threadIdx.x;
-      from[i] = row < rows && at < width ? packets + row * width + at : nullptr;
-      to[i] = x + row * row_bytes(columns) + at * 8;
+      from[i] = row < rows && at < width ? row * width + at : -1;
+      to[i] = row * row_bytes(columns) + at * 8;
       if (++run == runs) run = 0, ++row;
     }
-    await(data, from, matrix.input_flag);
+    await(data, matrix.input, from, matrix.input_flag);
 #pragma unroll
     for (int i = 0; i < kPackets; ++i)
-      if (from[i] != nullptr) *reinterpret_cast<uint2*>(to[i]) = data[i];
+      if (from[i] >= 0) *reinterpret_cast<uint2*>(x + to[i]) = data[i];
   }
 }
 
@@ -351,7 +349,7 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
                                           float* squares, const bf16* first, long long first_pitch, float eps,
                                           int rows) {
   const int columns = matrix.columns;
-  const uint4* packets = matrix.input;
+  const bool adds = matrix.input != nullptr;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
   uint2 by[kPackets];
@@ -364,19 +362,19 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
   int next_row = 0, next_run = 0;
 #pragma unroll 1
   while (next_row < rows) {
-    const uint4* from[kPackets];
+    int from[kPackets];
     uint2 data[kPackets];
     int row = next_row, run = next_run;
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       const int at = next_run * kComputing + threadIdx.x;
       const bool inside = next_row < rows && at < width;
-      from[i] = inside && packets != nullptr ? packets + next_row * width + at : nullptr;
-      if (inside && packets == nullptr)
+      from[i] = inside && adds ? next_row * width + at : -1;
+      if (inside && !adds)
         data[i] = __ldcg(reinterpret_cast<const uint2*>(first + next_row * first_pitch) + at);
       if (++next_run == runs) next_run = 0, ++next_row;
     }
-    await(data, from, matrix.input_flag);
+    await(data, matrix.input, from, matrix.input_flag);
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
       if (row >= rows) break;
@@ -385,7 +383,7 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
       if (at < width) {
         float value[4];
         unpack4(data[i], value);
-        if (packets != nullptr) {
+        if (adds) {
           float before[4];
           unpack4(kept[row * width + at], before);
 #pragma unroll

@@ -115,9 +115,9 @@ struct Head {
       by[0] = __ldg(reinterpret_cast<const uint32_t*>(norm) + lane);
       by[1] = __ldg(reinterpret_cast<const uint32_t*>(norm) + 32 + lane);
     }
-    const uint4* const from[2] = {packets + lane / 2, packets + kDim / 8 + lane / 2};
+    const int at[2] = {lane / 2, kDim / 8 + lane / 2};
     uint2 data[2];
-    await(data, from, flag);
+    await(data, packets, at, flag);
     unpack2(lane % 2 ? data[0].y : data[0].x, low);
     unpack2(lane % 2 ? data[1].y : data[1].x, high);
     if (norm == nullptr) return;
@@ -370,9 +370,9 @@ __device__ __forceinline__ void combine(const StackArguments& args, const Piece*
       const long long slot = (static_cast<long long>(row) * gridDim.x + first_block + part) * 2 +
                              (part == 0 && head_start != first_block * piece.size);
       const uint4* packets = args.parts + (slot * group + head % group) * kPartPitch;
-      const uint4* const from[2] = {packets + quarter * kPairs + pair, packets + kDim / 2};
+      const int at[2] = {quarter * kPairs + pair, kDim / 2};
       uint2 data[2];
-      await(data, from, flag);
+      await(data, packets, at, flag);
       const float part_top = __uint_as_float(data[1].x), part_total = __uint_as_float(data[1].y);
       if (part_total <= 0.f) continue;
       const float best = fmaxf(top, part_top);
