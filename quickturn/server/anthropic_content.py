@@ -5,6 +5,7 @@ border that the model saw.
 from collections.abc import Iterator
 from typing import Any
 
+from quickturn.server.assistant_parts import AssistantParts
 from quickturn.server.errors import ApiError, invalid, not_supported
 
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -89,31 +90,21 @@ def _user(blocks: list[Block], names: dict[str, str]) -> Iterator[dict[str, Any]
 
 
 def _assistant(blocks: list[Block], names: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Messages of thinking, then text, then calls; what comes in another order begins a new message."""
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    parts = AssistantParts()
+    parts.text("")
     for place, block in blocks:
-        kind = block.get("type")
-        if kind == "redacted_thinking":
-            continue
-        if ("tool_calls" in message and kind != "tool_use") or (message["content"] and kind == "thinking"):
-            yield message
-            message = {"role": "assistant", "content": ""}
-        if kind == "thinking":
-            thinking = _string(block, "thinking", place)
-            before = message.get("reasoning_content")
-            message["reasoning_content"] = thinking if before is None else f"{before}\n{thinking}"
-        elif kind == "tool_use":
-            message.setdefault("tool_calls", []).append(_call(block, place, names))
-        else:
-            text = _text(block, place)
-            message["content"] = f"{message['content']}\n{text}" if message["content"] else text
-    yield message
-
-
-def _call(block: dict[str, Any], place: str, names: dict[str, str]) -> dict[str, Any]:
-    id, name = _string(block, "id", place), _string(block, "name", place)
-    names[id] = name
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": block.get("input")}}
+        match block.get("type"):
+            case "redacted_thinking":
+                continue
+            case "thinking":
+                parts.thinking(_string(block, "thinking", place))
+            case "tool_use":
+                id, name = _string(block, "id", place), _string(block, "name", place)
+                names[id] = name
+                parts.call(id, name, block.get("input"))
+            case _:
+                parts.text(_text(block, place))
+    return parts.take()
 
 
 def _text_of(content: Any, place: str) -> str:

@@ -15,6 +15,7 @@ from quickturn.server.errors import ApiError
 from quickturn.server.gate import Gate
 from quickturn.server.openai_chat import chat_completions
 from quickturn.server.openai_completions import completions
+from quickturn.server.openai_responses import response_input, responses, stored_response
 from quickturn.server.state import ServerState
 from quickturn.server.status_pages import health, live, metrics, models
 from quickturn.server.streaming import ClientGone
@@ -24,6 +25,9 @@ log = logging.getLogger("quickturn.server")
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/responses/{id}/input_items", response_input, methods=["GET"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),

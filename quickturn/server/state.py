@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from quickturn.engine.client import EngineClient
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.metrics import Metrics
+from quickturn.server.responses_store import ResponseStore
 from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate
 from quickturn.text.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class ServerState:
     api_keys: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
+    responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
     active: int = 0
     """HTTP requests to `/v1` that have not been answered to the end."""
