@@ -4,13 +4,54 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.linear_attention import hopper_prefill, hopper_step, triton_prefill
+from quickturn_kernels.ops.linear_attention import (
+    hopper_conv,
+    hopper_prefill,
+    hopper_step,
+    triton_conv,
+    triton_prefill,
+)
 from quickturn_kernels.ops.linear_attention.boundaries import Boundaries
 from quickturn_kernels.ops.linear_attention.reference import gated_delta_step as composed
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
 
 if cuda_build.available((9, 0)):
+
+    @register(
+        "causal_conv1d",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.bfloat16,),
+        traits={"width": {hopper_conv.WIDTH}},
+        priority=Priority.SPECIALIZED,
+    )
+    def causal_conv1d(
+        x: Tensor,
+        weight: Tensor,
+        states: Tensor,
+        state_in: Tensor,
+        state_out: Tensor,
+        state_zero: Tensor,
+        query_start: Tensor,
+        max_query_len: int,
+        bias: Tensor | None,
+        boundaries: Boundaries | None,
+    ) -> Tensor:
+        """See `quickturn_kernels.causal_conv1d`. What the kernel can't do goes to the portable one."""
+        ours = hopper_conv.takes(x, weight, states, state_in.shape[0])
+        return (hopper_conv.launch if ours else triton_conv.launch)(
+            x,
+            weight,
+            states,
+            state_in,
+            state_out,
+            state_zero,
+            query_start,
+            max_query_len,
+            bias,
+            boundaries,
+        )
 
     @register(
         "gated_delta_step",
