@@ -226,6 +226,7 @@ void bind_scheduler(nb::module_& m) {
           "request"_a)
       .def("cancel", &Scheduler::cancel, "id"_a)
       .def("finish", &Scheduler::finish, "id"_a)
+      .def("fail", &Scheduler::fail, "id"_a)
       .def("hold", &Scheduler::hold, "session"_a, "seconds"_a)
       .def(
           "plan",

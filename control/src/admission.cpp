@@ -116,6 +116,7 @@ Scheduler::Admission Scheduler::admit_one(Request& request) {
   draft_->admitted.cached_tokens.push_back(request.computed);
   draft_->admitted.known_tokens.push_back(request.known);
   if (request.retractions == 0) {
+    request.found = match.resume;
     counters_.prompt_tokens += request.prompt;
     counters_.cached_tokens += request.computed;
     counters_.ceiling_tokens += request.ceiling;

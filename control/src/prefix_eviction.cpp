@@ -172,4 +172,44 @@ void PrefixIndex::supersede_side(SideId side) {
   rekey_side(side);
 }
 
+// ---- forgetting
+
+void PrefixIndex::forget(NodeId root) {
+  // Nobody lists a node's children: whether the root is before a node is found by climbing, each node once.
+  enum class Verdict : std::uint8_t { open, stays, goes };
+  std::vector<Verdict> verdicts(nodes_.size(), Verdict::open);
+  std::vector<NodeId> path;
+  verdicts[root] = Verdict::goes;
+  for (NodeId id = 0; id < nodes_.size(); ++id) {
+    if (nodes_[id].depth == 0) continue;  // not in use
+    path.clear();
+    NodeId at = id;
+    for (; verdicts[at] == Verdict::open && nodes_[at].depth > nodes_[root].depth; at = nodes_[at].parent)
+      path.push_back(at);
+    const Verdict verdict = verdicts[at] == Verdict::goes ? Verdict::goes : Verdict::stays;
+    for (const NodeId passed : path) verdicts[passed] = verdict;
+  }
+  for (NodeId id = 0; id < nodes_.size(); ++id) {
+    if (verdicts[id] == Verdict::goes && !is_forgotten(id)) rename(id);
+  }
+}
+
+void PrefixIndex::rename(NodeId id) {
+  for (TierId t = 0; t < tiers_.size(); ++t) {
+    if (!has_copy(id, t)) continue;
+    for (const GroupId group : full_groups_) log(EventKind::removed, t, group, id);
+  }
+  for (SideId side = first_side(id); side != kNone; side = sides_[side].next) {
+    for (TierId t = 0; t < tiers_.size(); ++t) {
+      if (sides_[side].block[t] != kNoBlock) log(EventKind::removed, t, sides_[side].group, id);
+    }
+    supersede_side(side);
+  }
+  table_.erase(id, hash_of());
+  hashes_[id] = secret_name();
+  table_.insert(id, hash_of());
+  nodes_[id].used = 0;
+  rekey(id);
+}
+
 }  // namespace quickturn::control

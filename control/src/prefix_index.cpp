@@ -105,7 +105,7 @@ void PrefixIndex::unprotect(NodeId node, bool use) {
   for (NodeId at = node; at != kNone;) {
     const NodeId parent = nodes_[at].parent;
     // A superseded node that was used again is as good as any other; one kept until later stays so.
-    if (use) nodes_[at].used = std::max(nodes_[at].used, now_);
+    if (use && !is_forgotten(at)) nodes_[at].used = std::max(nodes_[at].used, now_);
     if (--nodes_[at].holders > 0) return;
     set_fixed(at, false);
     refresh(at);
@@ -126,7 +126,7 @@ SidePin PrefixIndex::pin_side(SideId id, bool use) {
 
 void PrefixIndex::unpin_side(SideId id, bool use) {
   Side& side = sides_[id];
-  if (use) {
+  if (use && !is_forgotten(side.node)) {
     side.used = std::max(side.used, now_);
     side.spare = false;
   }
@@ -177,7 +177,7 @@ NodeId PrefixIndex::new_node(const Hash128& hash, NodeId parent) {
     }
   }
   hashes_[id] = hash;
-  nodes_[id] = Node{parent, 0, 0, depth(parent) + 1, now_};
+  nodes_[id] = Node{parent, 0, 0, depth(parent) + 1, is_forgotten(id) ? 0 : now_};
   if (parent != kNone) {
     ++nodes_[parent].children;
     refresh(parent);
@@ -187,8 +187,9 @@ NodeId PrefixIndex::new_node(const Hash128& hash, NodeId parent) {
 }
 
 NodePin PrefixIndex::publish(const NodePin& parent, const Hash128& hash, std::span<BlockRef> blocks) {
-  NodeId id = find(hash);
-  if (id == kNone) id = new_node(hash, parent.node());
+  const bool known = !is_forgotten(parent.node());
+  NodeId id = known ? find(hash) : kNone;
+  if (id == kNone) id = new_node(known ? hash : secret_name(), parent.node());
   NodePin held = pin(id);
   install(id, kDevice, blocks);
   return held;
@@ -240,7 +241,7 @@ SideId PrefixIndex::publish_side(NodeId node, GroupId group, BlockRef& block, st
     sides_[id].bonus = bonus(hold_ticks_, cost / (static_cast<double>(config_.block_tokens) * bytes));
     ++live_sides_;
   }
-  sides_[id].used = std::max(sides_[id].used, now_);
+  sides_[id].used = is_forgotten(node) ? 0 : std::max(sides_[id].used, now_);
   sides_[id].spare = sides_[id].spare && spare;
   install_side(id, kDevice, block);
   return id;
@@ -257,7 +258,7 @@ void PrefixIndex::install_side(SideId id, TierId t, BlockRef& block) {
 }
 
 void PrefixIndex::log(EventKind kind, TierId tier, GroupId group, NodeId id) {
-  if (!events_.enabled()) return;
+  if (!events_.enabled() || is_forgotten(id)) return;
   const NodeId parent = nodes_[id].parent;
   events_.record(
       {kind, tier, group, nodes_[id].depth, hashes_[id], parent == kNone ? Hash128{} : hashes_[parent]});

@@ -25,6 +25,7 @@ std::vector<std::pair<std::string, double>> Scheduler::stats() const {
       {"requests_finished", number(counters_.finished)},
       {"requests_cancelled", number(counters_.cancelled)},
       {"requests_timed_out", number(counters_.timed_out)},
+      {"requests_failed", number(counters_.failed)},
       {"shared_prefixes", number(counters_.shared_prefixes)},
       {"sessions", number(sessions_.size())},
       {"blocks_held", held_blocks_},

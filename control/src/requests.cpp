@@ -246,6 +246,20 @@ bool Scheduler::finish(RequestId id) {
   return true;
 }
 
+bool Scheduler::fail(RequestId id) {
+  const auto found = requests_.find(id);
+  if (found == requests_.end()) return false;
+  Request& request = *found->second;
+  ++counters_.failed;
+  if (request.found < request.hashes.size()) {
+    const NodeId first = cache_.index().find(request.hashes[request.found]);
+    if (first != kNone) cache_.index().forget(first);
+  }
+  // As a cancelled one it leaves no checkpoint and no trace in its session.
+  end(request, Cancel{}, Reason::error, draft_->ended);
+  return true;
+}
+
 void Scheduler::expire(double now) {
   while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
     Request& request = *requests_.at(deadlines_.begin()->second);

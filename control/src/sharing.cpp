@@ -66,8 +66,9 @@ void Scheduler::wake_followers(Request& request, bool all) {
     bool ready = all;
     if (!all && follower.shared_with_leader <= published) {
       const NodeId node = cache_.index().find(request.hashes[follower.shared_with_leader - 1]);
-      // A state arrives a step after its boundary; once the leader is a block further, it won't.
-      ready = state_groups_.empty() || published > follower.shared_with_leader ||
+      // A state arrives a step after its boundary; once the leader is a block further, it won't. What was
+      // forgotten never comes.
+      ready = node == kNone || state_groups_.empty() || published > follower.shared_with_leader ||
               cache_.index().side(node, state_groups_[0]) != kNone;
     }
     if (!ready) {

@@ -106,3 +106,44 @@ TEST_CASE("a cancelled request's blocks wait for the step that is out") {
   CHECK(scheduler.apply(plan->step, std::array{4}, {}, 0).accepted == std::vector<std::int32_t>{0});
   CHECK(slabs_free() == 8);
 }
+
+TEST_CASE("what a failed request computed is not found again, nor what others computed behind it") {
+  Scheduler scheduler(small());
+  const std::vector<std::int32_t> shared(4, 3);
+  std::vector<std::int32_t> tokens(8, 3);
+  const auto run = [&scheduler](double now, std::vector<std::int32_t> sampled) {
+    const auto plan = scheduler.plan(now);
+    scheduler.apply(plan->step, sampled, {}, 0);
+  };
+  scheduler.add(ask(1, shared, 1));
+  run(0.0, {9});
+  scheduler.add(ask(2, tokens, 5));
+  run(0.1, {9});
+  std::vector<std::int32_t> longer(13, 3);
+  CHECK(scheduler.match(longer, "", "") == 8);
+  scheduler.add(ask(3, longer, 8));
+  run(0.2, {9, 9});
+  CHECK(scheduler.match(longer, "", "") == 12);
+
+  CHECK(scheduler.fail(2));
+  CHECK(!scheduler.fail(2));
+  CHECK(scheduler.match(longer, "", "") == 4);
+  const auto ended = scheduler.plan(0.3);
+  CHECK(ended->ended.ids == std::vector<std::int64_t>{2});
+  CHECK(ended->ended.reasons == std::vector<std::int32_t>{static_cast<std::int32_t>(Reason::error)});
+  scheduler.check();
+  // The third goes on behind blocks that nobody else finds, and computes more of them.
+  scheduler.apply(ended->step, std::array{9}, {}, 0);
+  for (double now = 0.4; scheduler.has_unfinished(); now += 0.1) {
+    run(now, {9});
+    scheduler.check();
+  }
+  longer.insert(longer.end(), 9, 9);
+  CHECK(scheduler.match(longer, "", "") == 4);
+  // The same tokens again, computed anew, are found as ever.
+  scheduler.add(ask(4, std::vector<std::int32_t>(13, 3), 1));
+  run(2.0, {9});
+  CHECK(scheduler.match(longer, "", "") == 12);
+  CHECK(scheduler.reset_prefix_cache() > 0);
+  scheduler.check();
+}

@@ -37,6 +37,8 @@ class Track:
     computed: int = 0
     slot: int = -1
     cached: int = -1
+    found: int = -1
+    """Tokens that were cached when it first got a slot."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More device tokens."""
@@ -98,6 +100,7 @@ class Device:
             assert cached % self.unit == 0
             self.by_slot[int(slot)] = track
             track.slot, track.computed, track.cached = int(slot), int(cached), int(cached)
+            track.found = track.cached if track.found < 0 else track.found
             track.device, track.prefixes = [], []
             track.extend(track.host)
         for group, updates in enumerate(plan.block_updates):

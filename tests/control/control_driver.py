@@ -170,19 +170,21 @@ class Driver:
         return True
 
     def stop_one(self) -> None:
-        """Cancel or finish a request, or an unknown one."""
-        cancel = self.random.random() < 0.6
+        """Cancel or finish a request, or let it fail, or an unknown one."""
+        way = self.random.choices(("cancel", "finish", "fail"), (5, 3, 2))[0]
         ids = sorted(self.device.tracks)
         number = self.random.choice(ids) if ids and self.random.random() < 0.95 else 10**9
-        found = [
-            scheduler.cancel(number) if cancel else scheduler.finish(number) for scheduler in self.schedulers
-        ]
+        found = [getattr(scheduler, way)(number) for scheduler in self.schedulers]
         assert all(was == (number in self.device.tracks) for was in found)
+        self.follow_events()
         if number in self.device.tracks:
             # Its slot is reported as free by the next plan.
-            self.device.tracks.pop(number)
+            track = self.device.tracks.pop(number)
             self.ended += 1
-        self.follow_events()
+            if way == "fail" and track.found >= 0:
+                # Of its tokens only what it found cached itself can be found again.
+                tokens = np.array([*track.host, 0], np.int32)
+                assert self.scheduler.match(tokens, cache_salt=track.salt) <= track.found
 
     def hold(self) -> None:
         """A tool call of some session."""

@@ -157,6 +157,10 @@ class PrefixIndex {
   void keep_side_until(SideId side, Tick until);
   void supersede_tail(NodeId node);
   void supersede_side(SideId side);
+  // What the node's blocks hold is wrong: it and every node after it can't be found any more, and go first.
+  // Who keeps them keeps them; what is published after them can't be found either.
+  void forget(NodeId node);
+  bool is_forgotten(NodeId node) const { return node != kNone && hashes_[node].hi == kForgotten; }
 
   std::size_t num_nodes() const { return table_.size(); }
   std::size_t num_sides() const { return live_sides_; }
@@ -166,6 +170,9 @@ class PrefixIndex {
  private:
   friend class NodePin;
   friend class SidePin;
+
+  // A forgotten node goes by a name with this upper half, which no hash of tokens has (but once in 2^64).
+  static constexpr std::uint64_t kForgotten = ~std::uint64_t{0};
 
   struct Node {
     NodeId parent = kNone;
@@ -211,6 +218,8 @@ class PrefixIndex {
   void collect(NodeId node);
   NodeId new_node(const Hash128& hash, NodeId parent);
   bool has_any_copy(NodeId node) const;
+  void rename(NodeId node);
+  Hash128 secret_name() { return {++forgotten_ * 0x9e3779b97f4a7c15, kForgotten}; }
   bool windows_reach(NodeId node, std::uint32_t depth, std::uint32_t& missing) const;
   void log(EventKind kind, TierId tier, GroupId group, NodeId node);
   auto hash_of() const {
@@ -234,6 +243,7 @@ class PrefixIndex {
   std::vector<Side> sides_;
   std::vector<SideId> free_sides_;
   std::size_t live_sides_ = 0;
+  std::uint64_t forgotten_ = 0;
 };
 
 inline NodePin& NodePin::operator=(NodePin&& other) noexcept {

@@ -44,6 +44,7 @@ struct Counters {
   std::int64_t finished = 0;
   std::int64_t cancelled = 0;
   std::int64_t timed_out = 0;
+  std::int64_t failed = 0;
 };
 
 class Scheduler {
@@ -56,6 +57,8 @@ class Scheduler {
   void add(const RequestSpec& spec);
   bool cancel(RequestId id);
   bool finish(RequestId id);
+  // What it computed is wrong, and nobody shall start from it.
+  bool fail(RequestId id);
   // Keeps the session's cache warm while its tool runs, within the policy's bounds.
   bool hold(const std::string& session, double seconds);
 
