@@ -1,17 +1,25 @@
-"""The reference of linear attention against transformers' functions, and what every tier must keep to."""
+"""Linear attention: the reference against transformers' functions; how prompts may be cut and batched."""
 
 import pytest
 import torch
 from torch import Generator, Tensor
 
 from quickturn_kernels import (
+    Boundaries,
     causal_conv1d,
     gated_delta_decode,
     gated_delta_prefill,
     gated_rms_norm,
+    platform,
+    registry,
     rms_norm,
     use,
 )
+from quickturn_kernels.registry import Signature
+
+DEVICE = torch.device(platform.current().device)
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+HEAD_DIM = 128 if DEVICE.type == "cuda" else 32
 
 modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 
@@ -114,3 +122,98 @@ def test_norm_with_a_wide_weight_is_transformers(seed: int) -> None:
     module.weight.data.copy_(torch.randn(24, generator=generator))
     with use(rms_norm="reference"):
         assert torch.equal(rms_norm(x, 1 + module.weight.detach(), 1e-5), module(x).detach())
+
+
+def implementations() -> list[str]:
+    """Of prefill, on this machine."""
+    signature = Signature(DEVICE, DTYPE, {"head_dim": HEAD_DIM})
+    machine = platform.describe(DEVICE)
+    found = registry.implementations("gated_delta_prefill")
+    return [one.name for one in found if one.fits(signature) and one.platform.runs_on(machine)]
+
+
+class Prompts:
+    """Prompts one behind another, of which parts are run; row r's states are blocks r and r + rows."""
+
+    def __init__(self, lengths: tuple[int, ...], seed: int) -> None:
+        generator = Generator().manual_seed(seed)
+        tokens = sum(lengths)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DTYPE).to(DEVICE)
+
+        self.first = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        self.tensors = {"q": random(tokens, 2, HEAD_DIM), "k": random(tokens, 2, HEAD_DIM)}
+        self.tensors |= {"v": random(tokens, 4, HEAD_DIM), "a": random(tokens, 4), "b": random(tokens, 4)}
+        self.gates = {"a_log": random(4).float() - 2, "dt_bias": random(4).float()}
+        self.states = torch.full((2 * len(lengths), 4, HEAD_DIM, HEAD_DIM), torch.nan, device=DEVICE)
+
+    def run(self, parts: list[tuple[int, int, int]], boundaries: Boundaries | None = None) -> Tensor:
+        """Tokens begin .. end of each (row, begin, end), going on from where the row is if begin > 0."""
+        whole = torch.cat(
+            [torch.arange(self.first[row] + begin, self.first[row] + end) for row, begin, end in parts]
+        )
+        lengths = [end - begin for _, begin, end in parts]
+        blocks = integers([row for row, _, _ in parts])
+        return gated_delta_prefill(
+            **{name: tensor[whole.to(DEVICE)] for name, tensor in self.tensors.items()},
+            **self.gates,
+            states=self.states,
+            state_in=blocks,
+            state_out=blocks,
+            state_zero=torch.tensor([begin == 0 for _, begin, _ in parts], device=DEVICE),
+            query_start=integers(torch.tensor([0, *lengths]).cumsum(0).tolist()),
+            max_query_len=max(lengths),
+            scale=HEAD_DIM**-0.5,
+            context_lens=integers([end for _, _, end in parts]),
+            boundaries=boundaries,
+        )
+
+
+def integers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("name", implementations())
+def test_cut_at_the_grid_changes_no_bit(name: str, seed: int) -> None:
+    prompts = Prompts((200,), seed)
+    with use(gated_delta_prefill=name):
+        whole, state = prompts.run([(0, 0, 200)]), prompts.states[0].clone()
+        parts = [prompts.run([(0, begin, end)]) for begin, end in ((0, 64), (64, 192), (192, 200))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(prompts.states[0], state)
+
+
+@pytest.mark.parametrize("name", implementations())
+def test_cut_elsewhere_changes_little(name: str, seed: int) -> None:
+    prompts = Prompts((200,), seed)
+    tolerance = 2e-2 if DEVICE.type == "cuda" else 2e-5
+    with use(gated_delta_prefill=name):
+        whole, state = prompts.run([(0, 0, 200)]), prompts.states[0].clone()
+        parts = [prompts.run([(0, begin, end)]) for begin, end in ((0, 1), (1, 70), (70, 200))]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(prompts.states[0], state, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", implementations())
+def test_row_depends_on_no_other(name: str, seed: int) -> None:
+    prompts = Prompts((70, 129, 3), seed)
+    for tensor in prompts.tensors.values():
+        tensor[:70] = torch.nan
+    with use(gated_delta_prefill=name):
+        alone, state = prompts.run([(1, 0, 129)]), prompts.states[1].clone()
+        beside = prompts.run([(0, 0, 70), (1, 0, 129), (2, 0, 3)])
+    # PyTorch's vector and scalar functions differ in the last bit, and which one an element gets depends on
+    # where it lies.
+    tolerance = 1e-6 if name in ("reference", "torch") else 0.0
+    torch.testing.assert_close(beside[70:199], alone, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(prompts.states[1], state, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", implementations())
+def test_kept_state_is_that_of_a_shorter_prompt(name: str, seed: int) -> None:
+    prompts = Prompts((150,), seed)
+    with use(gated_delta_prefill=name):
+        prompts.run([(0, 0, 150)], Boundaries(integers([0, 1]), integers([128]), integers([1])))
+        prompts.run([(0, 0, 128)])
+    assert torch.equal(prompts.states[0], prompts.states[1])
