@@ -27,4 +27,4 @@ def test_page_names_every_state_and_figure() -> None:
         )
     )
     for name in scheduler.stats():
-        assert f"`{name.replace('tier_1', 'tier_N')}`" in text, name
+        assert f"`{name.replace('tier_1', 'tier_N').replace('group_0', 'group_G')}`" in text, name

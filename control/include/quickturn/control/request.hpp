@@ -83,8 +83,8 @@ struct Request {
   std::string session;
   std::uint32_t retractions = 0;
   std::uint32_t found = ~std::uint32_t{0};  // blocks that were cached when it first got a slot
-  std::vector<Hash128> hashes;        // of the full blocks of known tokens
-  std::vector<std::uint32_t> wanted;  // boundaries where a checkpoint is wanted, ascending
+  std::vector<Hash128> hashes;              // of the full blocks of known tokens
+  std::vector<std::uint32_t> wanted;        // boundaries where a checkpoint is wanted, ascending
   std::vector<std::pair<std::int64_t, std::uint64_t>> content;
   Hash128 root;
 
