@@ -310,7 +310,6 @@ PLANS: dict[str, tuple[Callable[[], None], ...]] = {
     "linear_attention": (
         lambda: linear_attention(torch.bfloat16, torch.float32),
         lambda: linear_attention(torch.bfloat16, torch.bfloat16),
-        lambda: linear_attention(torch.float32, torch.float32),
     ),
     "sampling": (lambda: sampling(torch.bfloat16), lambda: sampling(torch.float32)),
 }

@@ -37,6 +37,10 @@ def compiled(plan: str) -> list[dict[str, Any]]:
             {"rms_norm_kernel", "silu_and_mul_kernel", "embedding_kernel", "rotary_cache_write_kernel"},
         ),
         ("sampling", {"scan_kernel", "candidates_kernel", "choose_kernel"}),
+        (
+            "linear_attention",
+            {"convolve_kernel", "prepare_kernel", "scan_kernel", "decode_kernel", "gated_norm_kernel"},
+        ),
         ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel"}),
         (
             "moe",
@@ -62,5 +66,7 @@ def test_kernels_fit_a_hopper(plan: str, kernels: set[str]) -> None:
         if one["kernel"] == "prefill_kernel" and long_half_precision:
             assert one["wgmma"] > 0, one
             assert (one["bulk_copies"] > 0) == one["case"].endswith("triton_tma"), one
-        if one["kernel"] == "decode_kernel":
+        if one["kernel"] == "decode_kernel" and plan == "attention":
             assert one["cp_async"] > 0, one
+        if one["kernel"] in ("prepare_kernel", "scan_kernel"):
+            assert one["wgmma"] > 0, one
