@@ -20,6 +20,7 @@ from quickturn.server.fields import (
     routing_of,
     sampling_params,
     seeds,
+    tenant_of,
 )
 from quickturn.server.generation import Generation, Prompt
 from quickturn.server.replying import prepare
@@ -71,7 +72,7 @@ Answers = Generation[list[AnswerEvent]]
 async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
     """Render the turn, and submit its choices to the engine. Raises ApiError, or ClientGone."""
     prompt = await prepare(request, lambda: render(state, turn))
-    return submit(state, turn, prompt)
+    return submit(state, turn, prompt, tenant_of(request))
 
 
 def render(state: ServerState, turn: Turn) -> list[int]:
@@ -92,8 +93,8 @@ def render(state: ServerState, turn: Turn) -> list[int]:
         raise invalid(turn.messages_param, str(error)) from error
 
 
-def submit(state: ServerState, turn: Turn, prompt: list[int]) -> Answers:
-    """Submit every choice of a rendered turn. Raises ApiError for fields out of range."""
+def submit(state: ServerState, turn: Turn, prompt: list[int], tenant: str) -> Answers:
+    """Submit every choice of a rendered turn of `tenant`. Raises ApiError for fields out of range."""
     fields, markup = turn.fields, state.markup
     count = choice_count(fields)
     asked, param = turn.max_tokens
@@ -115,7 +116,7 @@ def submit(state: ServerState, turn: Turn, prompt: list[int]) -> Answers:
         )
         return AnswerReader(parser, sampling, single_call=bool(tools) and not turn.parallel_calls)
 
-    return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields))
+    return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields, tenant))
 
 
 def _without_calls(sampling: SamplingParams, state: ServerState) -> SamplingParams:

@@ -19,6 +19,7 @@ from quickturn.server.openai_responses import response_input, responses, stored_
 from quickturn.server.state import ServerState
 from quickturn.server.status_pages import health, live, metrics, models
 from quickturn.server.streaming import ClientGone
+from quickturn.server.tokens import detokenize, tokenize
 
 log = logging.getLogger("quickturn.server")
 
@@ -32,6 +33,8 @@ ROUTES = [
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{model:path}", models, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
     Route("/health/live", live, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),

@@ -4,11 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from quickturn.sampling_params import SamplingParams
 from quickturn.server.errors import ApiError, invalid
 from quickturn.server.generation import Routing
 from quickturn.text.tokenizer import Tokenizer
+
+TENANT = "quickturn.tenant"
+"""Where the gate leaves the name of a request's API key in its scope."""
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -103,14 +107,33 @@ def sampling_params(
         raise invalid(str(error).split(" ", 1)[0], str(error)) from error
 
 
-def routing_of(fields: CommonFields) -> Routing:
-    """What the scheduler and the cache are told about a request. Raises ApiError naming the wrong field."""
+def tenant_of(request: Request) -> str:
+    """Whose request it is: a name for its API key; '' where the server asks for none."""
+    return str(request.scope.get(TENANT, ""))
+
+
+def routing_of(fields: CommonFields, tenant: str) -> Routing:
+    """What the scheduler and the cache are told about a request of `tenant`: nobody reuses what another
+    computed, since a hit would tell that the other sent the same. Raises ApiError naming the wrong field.
+    """
     if not -(1 << 31) <= (fields.priority or 0) < 1 << 31:
         raise invalid("priority", f"priority must fit 32 bits, got {fields.priority}")
     retention = fields.retention or 0.0
     if not 0.0 <= retention <= MAX_RETENTION_S:
         raise invalid("retention", f"retention must be 0 to {MAX_RETENTION_S:.0f} seconds, got {retention}")
-    return Routing(fields.prompt_cache_key or "", fields.cache_salt or "", fields.priority or 0, retention)
+    session, salt = fields.prompt_cache_key or "", fields.cache_salt or ""
+    if tenant:
+        session, salt = f"{tenant}/{session}" if session else "", f"{tenant}/{salt}"
+    return Routing(session, salt, fields.priority or 0, retention)
+
+
+def checked_ids(ids: list[Any], place: str, vocab_size: int) -> list[int]:
+    """Token ids that a client sent. Raises ApiError naming the one that isn't in the vocabulary."""
+    for index, value in enumerate(ids):
+        if type(value) is not int or not 0 <= value < vocab_size:
+            here = f"{place}[{index}]"
+            raise invalid(here, f"{here} must be a token id from 0 to {vocab_size - 1}, got {value!r}")
+    return ids
 
 
 def clamp_max_tokens(

@@ -7,6 +7,7 @@ import hmac
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quickturn.server.errors import ApiError, unavailable
+from quickturn.server.fields import TENANT
 from quickturn.server.state import ServerState
 
 _UNKNOWN_PATH = "other"
@@ -36,7 +37,7 @@ class Gate:
                 status = message["status"]
             await send(message)
 
-        guarded = path.startswith("/v1/")
+        guarded = path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
         private = guarded or path == "/dashboard/state"
         self._state.active += guarded
         try:
@@ -72,7 +73,7 @@ class Gate:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-        scope["quickturn.key"] = hashlib.blake2b(given, digest_size=16).hexdigest()
+        scope[TENANT] = hashlib.blake2b(given, digest_size=16).hexdigest()
 
     def _check_service(self, scope: Scope) -> None:
         if scope["method"] == "POST" and (trouble := self._state.trouble()) is not None:

@@ -15,11 +15,13 @@ from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import (
     CommonFields,
     check_refused,
+    checked_ids,
     choice_count,
     clamp_max_tokens,
     routing_of,
     sampling_params,
     seeds,
+    tenant_of,
 )
 from quickturn.server.generation import Generation, Piece, Prompt
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
@@ -63,7 +65,7 @@ async def completions(request: Request) -> Response:
         raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")
     model = state.model_name(body.model)
     prompts = await prepare(request, lambda: _prompts(state, body))
-    routing = routing_of(body)
+    routing = routing_of(body, tenant_of(request))
     skip_special = body.skip_special_tokens is not False
 
     def reader(sampling: SamplingParams) -> Detokenizer:
@@ -80,7 +82,9 @@ def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
     prompts = []
     for place, value in _split(body.prompt):
         tokens = (
-            state.tokenizer.encode(value) if isinstance(value, str) else _checked_ids(state, place, value)
+            state.tokenizer.encode(value)
+            if isinstance(value, str)
+            else checked_ids(value, place, state.vocab_size)
         )
         if not tokens:
             raise invalid(place, f"{place} is empty: give at least one token to go on from")
@@ -103,16 +107,6 @@ def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[Any]]]:
         if not isinstance(value, str | list):
             raise invalid(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
     return [(f"prompt[{index}]", value) for index, value in enumerate(prompt)]
-
-
-def _checked_ids(state: ServerState, place: str, ids: list[Any]) -> list[int]:
-    for index, value in enumerate(ids):
-        if type(value) is not int or not 0 <= value < state.vocab_size:
-            raise invalid(
-                f"{place}[{index}]",
-                f"{place}[{index}] must be a token id from 0 to {state.vocab_size - 1}, got {value!r}",
-            )
-    return ids
 
 
 class _Reply:

@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from quickturn.server.answering import begin
 from quickturn.server.body import read_body
+from quickturn.server.fields import tenant_of
 from quickturn.server.openai_objects import new_id
 from quickturn.server.replying import answer
 from quickturn.server.responses_body import ResponsesBody, echo, response_turn
@@ -20,7 +21,7 @@ _DECODER = msgspec.json.Decoder(ResponsesBody)
 async def responses(request: Request) -> Response:
     """`POST`: answer the input, behind the conversation of `previous_response_id` if there is one."""
     state: ServerState = request.app.state.server
-    owner = str(request.scope.get("quickturn.key", ""))
+    owner = tenant_of(request)
     body = await read_body(request, _DECODER, state.limits.body)
     model = state.model_name(body.model)
     before: list[Item] = []
@@ -47,7 +48,7 @@ async def responses(request: Request) -> Response:
 async def stored_response(request: Request) -> Response:
     """`GET` or `DELETE` of `/v1/responses/{id}`."""
     state: ServerState = request.app.state.server
-    owner, id = str(request.scope.get("quickturn.key", "")), request.path_params["id"]
+    owner, id = tenant_of(request), request.path_params["id"]
     if request.method == "DELETE":
         state.responses.remove(id, owner)
         return _json({"id": id, "object": "response", "deleted": True})
@@ -57,7 +58,7 @@ async def stored_response(request: Request) -> Response:
 async def response_input(request: Request) -> Response:
     """`GET /v1/responses/{id}/input_items`: what the request itself brought."""
     state: ServerState = request.app.state.server
-    owner, id = str(request.scope.get("quickturn.key", "")), request.path_params["id"]
+    owner, id = tenant_of(request), request.path_params["id"]
     items = list(state.responses.get(id, owner).input)
     return _json({"object": "list", "data": items, "has_more": False, "first_id": None, "last_id": None})
 

@@ -3,7 +3,8 @@ be.
 
 Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
 output), `endless` (never ends by itself), `refuse` and `raise` (an error text, by output or by exception),
-`crash` (raise in the step), `cached` (cached prompt tokens to report), `echo` (answer with the prompt).
+`crash` (raise in the step), `cached` (cached prompt tokens to report), `tell_salt` (answer with the cache
+salt), `echo` (answer with the prompt).
 """
 
 import json
@@ -19,6 +20,8 @@ from quickturn.config import EngineConfig
 from quickturn.engine.messages import (
     AddRequest,
     CancelRequest,
+    CheckConstraint,
+    ConstraintChecked,
     EngineReady,
     EngineStats,
     LoadProgress,
@@ -55,6 +58,7 @@ class FakeCore:
         self._config = config
         self._running: dict[int, _Running] = {}
         self._rejected: list[TokenOutput] = []
+        self._checked: list[ConstraintChecked] = []
         self._counts = {"added_total": 0, "cancelled_total": 0, "stopped_total": 0, "finished_total": 0}
         self._steps = 0
 
@@ -63,13 +67,14 @@ class FakeCore:
 
     def add(self, request: AddRequest) -> None:
         self._counts["added_total"] += 1
-        script = json.loads(request.session or "{}")
+        script = json.loads(request.session[max(request.session.find("{"), 0) :] or "{}")
         if "refuse" in script:
             self._rejected.append(TokenOutput(request.id, [], finish="error", error=script["refuse"]))
             return
         if "raise" in script:
             raise ValueError(script["raise"])
-        answer = [*encode(script.get("text", DEFAULT_TEXT)), EOS_ID]
+        text = request.cache_salt if script.get("tell_salt") else script.get("text", DEFAULT_TEXT)
+        answer = [*encode(text), EOS_ID]
         if script.get("echo"):
             prompt = array("i")
             prompt.frombytes(request.tokens)
@@ -87,6 +92,14 @@ class FakeCore:
     def cancel(self, request: CancelRequest) -> None:
         if self._running.pop(request.id, None) is not None:
             self._counts["stopped_total" if request.finished else "cancelled_total"] += 1
+
+    def check(self, request: CheckConstraint) -> None:
+        error = "the grammar is too odd" if "odd" in request.constraint.source else ""
+        self._checked.append(ConstraintChecked(request.id, error))
+
+    def checked(self) -> list[ConstraintChecked]:
+        checked, self._checked = self._checked, []
+        return checked
 
     def has_work(self) -> bool:
         return bool(self._running or self._rejected)
