@@ -20,7 +20,7 @@ import torch
 
 import quickturn_kernels as kernels
 from quickturn_kernels.ops.fp8_linear.hopper_launch import choose, geometry, launch, with_stages
-from quickturn_kernels.ops.fp8_linear.triton import quantize_groups, quantize_whole_rows
+from quickturn_kernels.ops.fp8_linear.hopper_quantize import quantize
 from quickturn_kernels.ops.linear import LinearWeight, prepare_fp8_linear
 from quickturn_kernels.ops.linear.fp8 import aligned_scales
 
@@ -156,15 +156,15 @@ def many(rate: float) -> dict[str, object]:
         plain = torch.randn(features, columns, dtype=BF16, device=DEVICE)
         for rows in (128, 512, 2048, 8192):
             x = torch.randn(rows, columns, dtype=BF16, device=DEVICE)
-            quantized, x_scale = quantize_groups(x, permuted=True)
-            row_quantized, row_scale = quantize_whole_rows(x, permuted=True)
+            quantized, x_scale = quantize(x, rows, whole=False)
+            row_quantized, row_scale = quantize(x, rows, whole=True)
             ways: dict[str, Callable[[], object]] = {
-                "quantize": lambda x=x: quantize_groups(x, permuted=True),
+                "quantize": lambda x=x, rows=rows: quantize(x, rows, whole=False),
                 "product": lambda q=quantized, s=x_scale, w=weight: torch._scaled_mm(
                     q, w.tensors[0].t(), s, w.tensors[1].t(), out_dtype=BF16
                 ),
                 "linear": lambda x=x, w=weight: kernels.linear(x, w),
-                "rows: quantize": lambda x=x: quantize_whole_rows(x, permuted=True),
+                "rows: quantize": lambda x=x, rows=rows: quantize(x, rows, whole=True),
                 "rows: product": lambda q=row_quantized, s=row_scale, w=by_row: torch._scaled_mm(
                     q, w.tensors[0].t(), s, w.tensors[1][None, :], out_dtype=BF16
                 ),

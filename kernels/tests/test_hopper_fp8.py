@@ -23,6 +23,7 @@ from quickturn_kernels.ops.fp8_linear.hopper_launch import (
     permute_columns,
     shared_memory,
 )
+from quickturn_kernels.ops.fp8_linear.hopper_quantize import quantize
 from quickturn_kernels.ops.linear import LinearWeight, prepare_fp8_linear
 from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8, dequantize, quantize_blocks, quantize_rows
 
@@ -157,6 +158,24 @@ def test_every_geometry(tile_rows: int, split: int) -> None:
         out = torch.full((13, 1536), float("nan"), device="cuda")
         launch(x, weight, None, out, replace(plan, blocks=5, stages=step))
         assert _error(out, want) < 2e-5
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 128), (70, 144), (333, 4096), (64, 12288)])
+def test_quantised_activations(rows: int, columns: int, whole: bool, dtype: torch.dtype) -> None:
+    x = _operands(rows, 16, columns, rows, dtype)[0]
+    x[0] = 0
+    padded = rows + 5
+    got, scale = quantize(x, padded, whole)
+    want, want_scale = quantize_rows(x, None if whole else BLOCK)
+    assert got[rows:].float().abs().max() == 0
+    torch.testing.assert_close(scale[:rows], want_scale, rtol=1e-6, atol=0)
+    # Multiplied by a reciprocal, a value next to a tie may fall to the other side.
+    differing = got[:rows].view(torch.uint8) != permute_columns(want).view(torch.uint8)
+    assert differing.float().mean() < 1e-3
+    torch.testing.assert_close(got[:rows].float(), permute_columns(want).float(), rtol=0.13, atol=0.002)
 
 
 @needs_hopper

@@ -14,7 +14,8 @@ from quickturn_kernels.ops.fp8_linear.hopper_launch import (
     permute_columns,
     takes,
 )
-from quickturn_kernels.ops.fp8_linear.triton import multiply, quantize_groups, quantize_whole_rows
+from quickturn_kernels.ops.fp8_linear.hopper_quantize import quantize
+from quickturn_kernels.ops.fp8_linear.triton import multiply
 from quickturn_kernels.ops.linear import LinearWeight
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK, FP8_CHANNEL
 from quickturn_kernels.platform import HOPPER
@@ -64,7 +65,7 @@ def _many_rows(x: Tensor, weight: LinearWeight, bias: Tensor | None, dtype: torc
     padded = -(-rows // ROW_UNIT) * ROW_UNIT
     matrix, scale = weight.tensors
     block = weight.layout == HOPPER_BLOCK
-    quantized, x_scale = (quantize_groups if block else quantize_whole_rows)(x, rows=padded, permuted=True)
+    quantized, x_scale = quantize(x, padded, whole=not block)
     if not block and dtype != torch.bfloat16:
         out = torch.empty((rows, weight.shape[0]), dtype=dtype, device=x.device)
         multiply(quantized[:rows], x_scale[:rows], matrix, scale, bias, out)

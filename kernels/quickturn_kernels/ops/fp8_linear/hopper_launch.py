@@ -152,8 +152,8 @@ def geometry(weight_rows: int, columns: int, tile_rows: int, split: int) -> Plan
     if split == 1:
         waves = -(-tiles // UNITS)
         return Plan(tile_rows, 1, -(-tiles // waves), 1)
-    # Clusters of four or eight don't fill every part of the machine.
-    room = UNITS if split == 2 else UNITS - 28
+    # Clusters of four or eight don't fill every part of the machine: only where there's little to do.
+    room = UNITS if split == 2 else UNITS // 2
     if tiles * split > room or -(-columns // BLOCK) < 2 * split or tile_rows // split % 8:
         return None
     return Plan(tile_rows, split, UNITS, 1)
