@@ -22,7 +22,7 @@ constexpr int kThreads = kComputing + 32;
 
 // Byte offsets in dynamic shared memory, behind the ring.
 struct Layout {
-  int x, residual, sums, squares, angles, fresh, zeros, layers, pieces, shares, bytes;
+  int x, residual, sums, squares, angles, head_norms, fresh, zeros, layers, pieces, shares, bytes;
 };
 
 __host__ __device__ inline Layout layout_of(const StackArguments& args) {
@@ -37,7 +37,8 @@ __host__ __device__ inline Layout layout_of(const StackArguments& args) {
   at.sums = at.residual + args.rows * args.hidden * 2;
   at.squares = at.sums + 2 * kBatch * kWarps * args.rows * kGranule * 4;
   at.angles = at.squares + kMaxRows * kWarps * 4;
-  at.fresh = at.angles + args.rows * kDim * 4;
+  at.head_norms = at.angles + args.rows * kDim * 4;
+  at.fresh = at.head_norms + 2 * kHeadBytes;
   at.zeros = at.fresh + kQueryRows * kDim * 2;
   at.layers = at.zeros + 16;
   at.pieces = at.layers + args.layer_count * static_cast<int>(sizeof(StackLayer));
@@ -91,7 +92,9 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
     ring.parity = 1;
 #pragma unroll 1
     for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
-      request(ring, matrix_of(args, layers, index, 0), shares[share_of(args, index)]);
+      const Matrix matrix = matrix_of(args, layers, index, 0);
+      if (matrix.norm != nullptr) request_norms(ring, matrix);
+      request(ring, matrix, shares[share_of(args, index)]);
       const int l = index / kMatrices;
       if (index % kMatrices != 0 || l == args.layer_count) continue;
       request_keys(args, ring, args.maps + l * 2, pieces);
@@ -113,13 +116,15 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
   scratch.sums = reinterpret_cast<float*>(x + 2 * kQueryRows * kDim * 2);
   scratch.stats = reinterpret_cast<float2*>(scratch.sums + kWarps * group * kDim);
   scratch.angles = angles;
+  scratch.head_norms = shared + place.head_norms;
   const unsigned before = __ldcg(args.epoch);
 #pragma unroll 1
   for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
     const Matrix matrix = matrix_of(args, layers, index, before);
     const Range own = shares[share_of(args, index)];
     if (matrix.norm != nullptr) {
-      norm_rows(matrix, x, residual, squares, args.x, args.x_pitch, args.eps, rows);
+      norm_rows(ring, matrix, shared, x, residual, squares, shared + place.head_norms, args.x, args.x_pitch,
+                args.eps, rows);
     } else {
       if (own.begin == own.end) continue;
       stage_rows(matrix, x, rows);

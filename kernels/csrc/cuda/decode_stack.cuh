@@ -33,7 +33,8 @@ namespace stack {
 constexpr int kWarps = 8;  // that compute; one more requests weights and keys
 constexpr int kComputing = kWarps * 32;
 constexpr int kMaxRows = 8;
-constexpr int kDim = 128;        // of a head
+constexpr int kDim = 128;  // of a head
+constexpr int kHeadBytes = kDim * 2;
 constexpr int kGranule = 8;      // rows of a weight in one product, the N of the matrix instruction
 constexpr int kMaxChunk = 1024;  // columns of a granule that come together
 constexpr int kSlotBytes =
@@ -157,8 +158,9 @@ __host__ __device__ constexpr int row_bytes(int columns) { return columns * 2 + 
 // `features` counts those of the result, silu(gate) * up. Wide: the result goes to `logits` as float32.
 struct Matrix {
   const bf16 *weight, *bias;
-  const bf16* norm;    // of its input; null: the input is multiplied as it comes
-  const uint4* input;  // packets; null: args.x
+  const bf16* norm;             // of its input; null: the input is multiplied as it comes
+  const bf16 *q_norm, *k_norm;  // of the heads of its result, or null
+  const uint4* input;           // packets; null: args.x
   uint4* output;
   unsigned input_flag, output_flag;
   int features, columns;
@@ -179,36 +181,59 @@ __device__ __forceinline__ int share_of(const StackArguments& args, int index) {
 // Matrix `index` in the order of a step: four a layer, then the head. `before`: the epoch.
 __device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const StackLayer* layers, int index,
                                             unsigned before) {
-  const int attended = args.heads * kDim;
-  const StackLayer& layer = layers[min(index / kMatrices, args.layer_count - 1)];
-  const unsigned flag = before + index / kMatrices + 1;
-  const uint4* stream = index > 0 ? args.mlp : nullptr;
-  if (index == kMatrices * args.layer_count)
-    return {args.head, nullptr,    args.norm,   stream, nullptr, flag - 1,
-            0,         args.vocab, args.hidden, false,  true};
-  switch (index % kMatrices) {
+  const int l = min(index / kMatrices, args.layer_count - 1);
+  const StackLayer& layer = layers[l];
+  Matrix matrix{};
+  matrix.output_flag = matrix.input_flag = before + l + 1;
+  matrix.features = matrix.columns = args.hidden;
+  switch (share_of(args, index)) {
     case 0:
-      return {layer.qkv,
-              layer.qkv_bias,
-              layer.attn_norm,
-              stream,
-              args.qkv,
-              flag - 1,
-              flag,
-              attended + 2 * args.kv_heads * kDim,
-              args.hidden,
-              false,
-              false};
+      matrix.weight = layer.qkv, matrix.bias = layer.qkv_bias;
+      matrix.norm = layer.attn_norm, matrix.q_norm = layer.q_norm, matrix.k_norm = layer.k_norm;
+      matrix.input = index > 0 ? args.mlp : nullptr, matrix.output = args.qkv;
+      --matrix.input_flag;
+      matrix.features = (args.heads + 2 * args.kv_heads) * kDim;
+      break;
     case 1:
-      return {layer.o, layer.o_bias, nullptr,  args.attended, args.branch, flag,
-              flag,    args.hidden,  attended, false,         false};
+      matrix.weight = layer.o, matrix.bias = layer.o_bias;
+      matrix.input = args.attended, matrix.output = args.branch;
+      matrix.columns = args.heads * kDim;
+      break;
     case 2:
-      return {layer.gate_up, layer.gate_up_bias, layer.mlp_norm, args.branch, args.activated, flag,
-              flag,          args.inner,         args.hidden,    true,        false};
+      matrix.weight = layer.gate_up, matrix.bias = layer.gate_up_bias;
+      matrix.norm = layer.mlp_norm;
+      matrix.input = args.branch, matrix.output = args.activated;
+      matrix.features = args.inner;
+      matrix.gated = true;
+      break;
+    case 3:
+      matrix.weight = layer.down, matrix.bias = layer.down_bias;
+      matrix.input = args.activated, matrix.output = args.mlp;
+      matrix.columns = args.inner;
+      break;
     default:
-      return {layer.down, layer.down_bias, nullptr,    args.activated, args.mlp, flag,
-              flag,       args.hidden,     args.inner, false,          false};
+      matrix.weight = args.head, matrix.norm = args.norm, matrix.input = args.mlp;
+      matrix.features = args.vocab;
+      matrix.wide = true;
   }
+  return matrix;
+}
+
+// Requests the norms that stand before and behind a matrix, in one slot; one warp.
+__device__ __forceinline__ void request_norms(Ring& ring, const Matrix& matrix) {
+  const int lane = threadIdx.x % 32, bytes = matrix.columns * 2;
+  const uint32_t full = ring.full + ring.stage * 8;
+  barrier_wait(ring.empty + ring.stage * 8, ring.parity);
+  if (lane == 0) {
+    barrier_expect(full, bytes + (matrix.q_norm != nullptr ? kHeadBytes : 0) +
+                             (matrix.k_norm != nullptr ? kHeadBytes : 0));
+    copy_bytes(ring.slot(), matrix.norm, bytes, full, kEvictFirst);
+    if (matrix.q_norm != nullptr)
+      copy_bytes(ring.slot() + bytes, matrix.q_norm, kHeadBytes, full, kEvictFirst);
+    if (matrix.k_norm != nullptr)
+      copy_bytes(ring.slot() + bytes + kHeadBytes, matrix.k_norm, kHeadBytes, full, kEvictFirst);
+  }
+  ring.advance();
 }
 
 // Requests a matrix's granules of this block; one warp.
@@ -344,20 +369,16 @@ __device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* 
 }
 
 // residual += the matrix's input, or residual = `first` where that has none; and the norm of it as the
-// operand of the product. squares: [kMaxRows, kWarps] in shared memory.
-__device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x, bf16* residual,
-                                          float* squares, const bf16* first, long long first_pitch, float eps,
-                                          int rows) {
+// operand of the product. The norm's weight is the ring's next slot; what else that holds goes to
+// `head_norms`. squares: [kMaxRows, kWarps] in shared memory.
+__device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsigned char* shared,
+                                          unsigned char* x, bf16* residual, float* squares,
+                                          unsigned char* head_norms, const bf16* first, long long first_pitch,
+                                          float eps, int rows) {
   const int columns = matrix.columns;
   const bool adds = matrix.input != nullptr;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
-  uint2 by[kPackets];
-#pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const int at = i * kComputing + threadIdx.x;
-    if (at < width) by[i] = __ldg(reinterpret_cast<const uint2*>(matrix.norm) + at);
-  }
   uint2* kept = reinterpret_cast<uint2*>(residual);
   int next_row = 0, next_run = 0;
 #pragma unroll 1
@@ -402,24 +423,28 @@ __device__ __forceinline__ void norm_rows(const Matrix& matrix, unsigned char* x
     }
   }
   sync_computing();
+  barrier_wait(ring.full + ring.stage * 8, ring.parity);
+  const unsigned char* slot = shared + ring.stage * kSlotBytes;
 #pragma unroll 1
   for (int row = 0; row < rows; ++row) {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
     const float scale = rsqrtf(sum / static_cast<float>(columns) + eps);
-#pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const int at = i * kComputing + threadIdx.x;
-      if (at >= width) continue;
+#pragma unroll 2
+    for (int at = threadIdx.x; at < width; at += kComputing) {
       float value[4], factor[4];
       unpack4(kept[row * width + at], value);
-      unpack4(by[i], factor);
+      unpack4(reinterpret_cast<const uint2*>(slot)[at], factor);
 #pragma unroll
       for (int k = 0; k < 4; ++k) value[k] = rounded(value[k] * scale) * factor[k];
       *reinterpret_cast<uint2*>(x + row * row_bytes(columns) + at * 8) = pack4(value);
     }
   }
+  if (threadIdx.x < 2 * kHeadBytes / 16)
+    reinterpret_cast<uint4*>(head_norms)[threadIdx.x] =
+        reinterpret_cast<const uint4*>(slot + columns * 2)[threadIdx.x];
+  ring.release();
 }
 
 }  // namespace stack

@@ -97,6 +97,7 @@ struct Scratch {
   float* sums;                                     // [kWarps, group, kDim]
   float2* stats;                                   // [kWarps, kQueryRows]
   const float* angles;                             // [rows, kDim]
+  const unsigned char* head_norms;                 // weights of q's heads, then of k's
 };
 
 __host__ __device__ constexpr int scratch_bytes(int group) {
@@ -108,13 +109,9 @@ struct Head {
   float low[2], high[2];
 
   // As another block sent it, normed with `norm` unless that is null. Rounded as separate kernels would.
-  __device__ __forceinline__ void receive(const uint4* packets, const bf16* norm, float eps, unsigned flag) {
+  __device__ __forceinline__ void receive(const uint4* packets, const unsigned char* norm, float eps,
+                                          unsigned flag) {
     const int lane = threadIdx.x % 32;
-    uint32_t by[2];
-    if (norm != nullptr) {
-      by[0] = __ldg(reinterpret_cast<const uint32_t*>(norm) + lane);
-      by[1] = __ldg(reinterpret_cast<const uint32_t*>(norm) + 32 + lane);
-    }
     const int at[2] = {lane / 2, kDim / 8 + lane / 2};
     uint2 data[2];
     await(data, packets, at, flag);
@@ -124,8 +121,8 @@ struct Head {
     const float squares = low[0] * low[0] + high[0] * high[0] + (low[1] * low[1] + high[1] * high[1]);
     const float scale = rsqrtf(warp_sum(squares) / kDim + eps);
     float low_by[2], high_by[2];
-    unpack2(by[0], low_by);
-    unpack2(by[1], high_by);
+    unpack2(reinterpret_cast<const uint32_t*>(norm)[lane], low_by);
+    unpack2(reinterpret_cast<const uint32_t*>(norm)[32 + lane], high_by);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       low[i] = rounded(rounded(low[i] * scale) * low_by[i]);
@@ -241,10 +238,12 @@ __device__ __forceinline__ void prepare(const StackArguments& args, const StackL
   const int width = (args.heads + 2 * args.kv_heads) * kDim / 4;
   const uint4* packets = args.qkv + static_cast<long long>(row) * width;
   const float* angles = scratch.angles + row * kDim;
+  const unsigned char* q_norm = layer.q_norm != nullptr ? scratch.head_norms : nullptr;
+  const unsigned char* k_norm = layer.k_norm != nullptr ? scratch.head_norms + kHeadBytes : nullptr;
 #pragma unroll 1
   for (int member = warp; member < group; member += kWarps) {
     Head head;
-    head.receive(packets + (kv_head * group + member) * (kDim / 4), layer.q_norm, args.eps, flag);
+    head.receive(packets + (kv_head * group + member) * (kDim / 4), q_norm, args.eps, flag);
     head.rotate(angles);
     head.put_swizzled(scratch.query, member);
   }
@@ -253,7 +252,7 @@ __device__ __forceinline__ void prepare(const StackArguments& args, const StackL
   const long long block = __ldcg(args.tables + row * args.table_pitch + position / args.block_tokens);
   Head head;
   if (warp == kWarps - 1) {
-    head.receive(packets + (args.heads + kv_head) * (kDim / 4), layer.k_norm, args.eps, flag);
+    head.receive(packets + (args.heads + kv_head) * (kDim / 4), k_norm, args.eps, flag);
     head.rotate(angles);
     head.put_swizzled(scratch.fresh_key, 0);
     head.put(layer.k_cache + block * args.k_block_pitch + offset * args.k_row_pitch + kv_head * kDim);

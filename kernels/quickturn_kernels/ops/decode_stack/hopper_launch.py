@@ -129,6 +129,7 @@ def shared_memory(sizes: Sizes, rows: int, stages: int) -> int:
         + 2 * 8 * 8 * rows * GRANULE * 4
         + MAX_ROWS * 8 * 4
         + rows * HEAD_DIM * 4
+        + 2 * HEAD_DIM * 2
         + tile
         + 16
         + sizes.layers * ctypes.sizeof(_Layer)
