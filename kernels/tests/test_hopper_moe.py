@@ -70,7 +70,7 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
     torch.manual_seed(seed + tokens)
     router, experts, shared = _layer(shape)
     x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
-    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="reference"):
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, shared=shared)
     with kernels.use(moe_block="hopper"):
         got = kernels.moe_block(x, router, experts, shared=shared)
@@ -94,7 +94,7 @@ def test_rules_and_biases(routing: kernels.Routing, seed: int) -> None:
     x = torch.randn(13, 256, device="cuda").to(BF16)
     positions = torch.arange(13, device="cuda")
     positions[4:6] = -1
-    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="reference"):
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, positions=positions)
     with kernels.use(moe_block="hopper"):
         got = kernels.moe_block(x, router, experts, positions=positions)

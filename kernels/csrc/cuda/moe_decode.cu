@@ -423,9 +423,9 @@ __global__ void __launch_bounds__(kThreads, 1) moe_few_tokens(const __grid_const
   // ---- Gate and up
   Consumer consumer{ring, full, empty, partial, args.stages};
   const int active = choice.count;
-  const auto inputs = [&](int i) {
+  const auto inputs = [&](int i, bool some) {
     return Columns{args.x, args.x_pitch, 0, choice.pairs + choice.first[i],
-                   choice.first[i + 1] - choice.first[i]};
+                   some ? choice.first[i + 1] - choice.first[i] : 0};
   };
   const long long between_pitch = static_cast<long long>(slots) * args.inner_pitch;
   const auto gate_up_done = [&](const Columns& unit, int expert, int inner, int feature) {
@@ -449,20 +449,19 @@ __global__ void __launch_bounds__(kThreads, 1) moe_few_tokens(const __grid_const
   };
   const int of_expert = args.inner / 8;
   const int begin = first_granule(args, active, block), end = first_granule(args, active, block + 1);
-  const Columns nothing{args.x, 0, 0, choice.pairs, 0};
-  consumer.prefetch(shared_begin < shared_end ? inputs(active)
-                    : begin < end             ? inputs(begin / of_expert)
-                                              : nothing,
-                    args.hidden);
+  const int first = begin / of_expert;
+  consumer.prefetch(
+      inputs(shared_begin < shared_end ? active : first, shared_begin < shared_end || begin < end),
+      args.hidden);
   for (int g = shared_begin; g < shared_end; ++g) {
-    const Columns unit = inputs(active);
-    const Columns after = g + 1 < shared_end ? unit : begin < end ? inputs(begin / of_expert) : nothing;
-    consumer.run(unit, args.hidden, after, args.hidden, gate_up_done(unit, -1, args.shared_inner, g * 8));
+    const bool more = g + 1 < shared_end;
+    const Columns unit = inputs(active, true);
+    consumer.run(unit, args.hidden, inputs(more ? active : first, more || begin < end), args.hidden,
+                 gate_up_done(unit, -1, args.shared_inner, g * 8));
   }
   for (int g = begin; g < end; ++g) {
-    const Columns unit = inputs(g / of_expert);
-    const Columns after = g + 1 < end ? inputs((g + 1) / of_expert) : nothing;
-    consumer.run(unit, args.hidden, after, args.hidden,
+    const Columns unit = inputs(g / of_expert, true);
+    consumer.run(unit, args.hidden, inputs(min(g + 1, end - 1) / of_expert, g + 1 < end), args.hidden,
                  gate_up_done(unit, choice.active[g / of_expert], args.inner, g % of_expert * 8));
   }
   grid_arrive(args.counters);
