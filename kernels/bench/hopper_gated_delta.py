@@ -174,7 +174,8 @@ def decode(rows: int, state_dtype: torch.dtype) -> dict[str, Any]:
         "portable": (made.op, {"gated_delta_step": "reference", "*": "triton"}),
         "recurrence_portable": (made.recurrence, {"*": "triton"}),
         **{
-            f"step_{columns}": (lambda layer, c=columns: made.step(layer, c), {}) for columns in (32, 64, 128)
+            f"step_{columns}": (lambda layer, c=columns: made.step(layer, c), {})
+            for columns in (0, 32, 64, 128)
         },
         "step": (made.step, {}),
     }

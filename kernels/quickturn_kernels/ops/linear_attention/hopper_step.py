@@ -1,4 +1,4 @@
-"""The launch of the decode step (csrc/cuda/gated_delta_step.cu)."""
+"""The launch of the decode step (csrc/cuda/gated_delta_step.cu, gated_delta_stream.cu)."""
 
 import ctypes
 from functools import cache
@@ -13,6 +13,10 @@ HEAD_DIM = 128
 WIDTH = 4
 MAX_CLUSTER = 8
 MAX_GRID = 65535
+STREAMED = 0
+"""As columns: whole states, carried through shared memory by thread blocks that stay."""
+
+STREAMED_GROUPS = (1, 2, 4, 8)
 
 _POINTERS = (
     "qkv",
@@ -56,6 +60,7 @@ def takes(
     states: Tensor,
     key_heads: int,
     gate: Tensor | None,
+    norm_weight: Tensor | None,
 ) -> bool:
     """Whether `launch` can do this call."""
     rows, heads = a.shape
@@ -76,12 +81,25 @@ def takes(
         and all(x.dtype == half for x in (conv_weight, conv_states, a, b))
         and all(x.stride(1) == 1 for x in (qkv, a, b))
         and a_log.dtype == dt_bias.dtype == torch.float32
-        and (gate is None or (gate.dtype == half and gate.stride(2) == 1))
+        and (gate is None or norm_weight is None or _takes_norm(gate, norm_weight, half))
+    )
+
+
+def _takes_norm(gate: Tensor, norm_weight: Tensor, half: torch.dtype) -> bool:
+    return (
+        gate.dtype == half
+        and gate.stride(2) == 1
+        and gate.stride(0) % 4 == gate.stride(1) % 4 == 0
+        and gate.data_ptr() % 8 == 0
+        and norm_weight.dtype in (half, torch.float32)
+        and norm_weight.data_ptr() % 16 == 0
     )
 
 
 def columns_for(rows: int, heads: int, group: int, units: int) -> int:
     """Columns of a state for one thread block: few while that fills the multiprocessors, else more."""
+    if rows * heads >= units * group and group in STREAMED_GROUPS:
+        return STREAMED
     for columns in (32, 64):
         parts = HEAD_DIM // columns
         if parts * group <= MAX_CLUSTER and (columns == 64 or rows * heads * parts <= 2 * units):
@@ -148,20 +166,22 @@ def launch(
         arguments.gate, arguments.norm_weight = gate.data_ptr(), norm_weight.data_ptr()
         arguments.gate_pitch, arguments.gate_head_pitch = gate.stride(0), gate.stride(1)
         arguments.wide_norm_weight = norm_weight.dtype == torch.float32
-    code = _function(device)(
-        ctypes.byref(arguments),
-        states.dtype == torch.bfloat16,
-        columns,
-        torch.cuda.current_stream(device).cuda_stream,
-    )
+    stream, half = torch.cuda.current_stream(device).cuda_stream, states.dtype == torch.bfloat16
+    if columns == STREAMED:
+        blocks = min(describe(device).units, rows * key_heads)
+        code = _functions(device)[1](ctypes.byref(arguments), half, blocks, stream)
+    else:
+        code = _functions(device)[0](ctypes.byref(arguments), half, columns, stream)
     if code != 0:
         raise RuntimeError(f"gated delta step of {rows} rows, {key_heads}/{heads} heads: CUDA error {code}")
     return out
 
 
 @cache
-def _function(device: torch.device) -> "ctypes._FuncPointer":
-    function = library(describe(device).capability).quickturn_gated_delta_step
-    function.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
+def _functions(device: torch.device) -> "tuple[ctypes._FuncPointer, ctypes._FuncPointer]":
+    built = library(describe(device).capability)
+    functions = built.quickturn_gated_delta_step, built.quickturn_gated_delta_stream
+    for function in functions:
+        function.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+        function.restype = ctypes.c_int
+    return functions
