@@ -82,7 +82,9 @@ if cuda_build.available((9, 0)):
         settled: bool,
     ) -> Tensor:
         """See `quickturn_kernels.gated_delta_step`. What the kernel can't do goes to the separate ops."""
-        ours = hopper_step.takes(qkv, conv_weight, conv_states, a, b, a_log, dt_bias, states, key_heads, gate)
+        ours = hopper_step.takes(
+            qkv, conv_weight, conv_states, a, b, a_log, dt_bias, states, key_heads, gate, norm_weight
+        )
         return (hopper_step.launch if ours else composed)(
             qkv,
             conv_weight,
