@@ -20,6 +20,10 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Key that clients must send; may be given several times.")
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin whose pages may call from a browser; may be given several times."),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
     memory: options.Memory = "",
     dtype: options.Dtype = "auto",
@@ -70,6 +74,7 @@ def serve(
         host,
         port,
         frozenset(api_key or ()),
+        tuple(cors_origin or ()),
         shutdown_timeout,
         core=core,
         log_level=log_level,

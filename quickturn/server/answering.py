@@ -84,6 +84,9 @@ def render(state: ServerState, turn: Turn) -> list[int]:
             param=turn.messages_param,
             code="no_chat_template",
         )
+    if len(turn.messages) > state.limits.messages:
+        most = state.limits.messages
+        raise invalid(turn.messages_param, f"{turn.messages_param} must hold at most {most} messages")
     definitions = [dict(tool.definition) for tool in turn.tools] or None
     try:
         return render_chat(state.tokenizer, state.template, list(turn.messages), turn.template, definitions)

@@ -18,7 +18,7 @@ _COUNT = msgspec.json.Decoder(CountBody)
 async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _MESSAGES, state.limits.body)
+    body = await read_body(request, _MESSAGES, state.limits)
     model = state.model_name(body.model)
     answers = await begin(request, state, message_turn(body))
     reply = MessageReply(answers, model)
@@ -28,7 +28,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of such a body has."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _COUNT, state.limits.body)
+    body = await read_body(request, _COUNT, state.limits)
     state.model_name(body.model)
     turn = prompt_turn(body)
     tokens = await prepare(request, lambda: len(render(state, turn)))

@@ -1,10 +1,12 @@
 """The HTTP application: which path goes where, and how errors leave."""
 
 import logging
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -44,11 +46,15 @@ ROUTES = [
 ]
 
 
-def build_app(state: ServerState) -> Starlette:
-    """The application over one engine. Its endpoints find `state` as `app.state.server`."""
+def build_app(state: ServerState, cors_origins: Sequence[str] = ()) -> Starlette:
+    """The application over one engine. Its endpoints find `state` as `app.state.server`. Pages of
+    `cors_origins` may call it from a browser.
+    """
+    cors = Middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
+    gate = Middleware(Gate, state=state, paths=frozenset(route.path for route in ROUTES))
     app = Starlette(
         routes=ROUTES,
-        middleware=[Middleware(Gate, state=state, paths=frozenset(route.path for route in ROUTES))],
+        middleware=[cors, gate] if cors_origins else [gate],
         exception_handlers={
             ApiError: _api_error,
             HTTPException: _http_exception,

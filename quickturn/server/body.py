@@ -1,29 +1,36 @@
 """Reads and decodes a request's body within bounds."""
 
+import asyncio
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from quickturn.server.errors import ApiError, from_validation
+from quickturn.server.state import Limits
 from quickturn.server.streaming import ClientGone
 
 Body = TypeVar("Body")
 
 
-async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", limit: int) -> Body:
-    """The body as `decoder`'s type. Raises ApiError 413 beyond `limit` bytes and 400 naming the field that is
-    wrong."""
+async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", limits: Limits) -> Body:
+    """The body as `decoder`'s type. Raises ApiError: 413 for one that is too large, 408 for one that doesn't
+    end, 400 naming the field that is wrong.
+    """
     chunks: list[bytes] = []
     size = 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-            chunks.append(chunk)
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limits.body:
+                    raise ApiError(413, f"the body is larger than {limits.body} bytes", code="body_too_large")
+                chunks.append(chunk)
     except ClientDisconnect as error:
         raise ClientGone from error
+    except TimeoutError as error:
+        message = f"the body did not end within {limits.body_seconds:g} seconds"
+        raise ApiError(408, message, code="body_timeout") from error
     try:
         return decoder.decode(b"".join(chunks))
     except (msgspec.ValidationError, msgspec.DecodeError) as error:

@@ -58,7 +58,7 @@ _DECODER = msgspec.json.Decoder(ChatBody)
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, streamed or whole."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DECODER, state.limits.body)
+    body = await read_body(request, _DECODER, state.limits)
     check_refused(body.refused(), _HARMLESS, _WHY)
     model = state.model_name(body.model)
     answers = await begin(request, state, turn_of(body))

@@ -58,7 +58,7 @@ _DECODER = msgspec.json.Decoder(CompletionBody)
 async def completions(request: Request) -> Response:
     """Continue one or several prompts, streamed or whole."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DECODER, state.limits.body)
+    body = await read_body(request, _DECODER, state.limits)
     refused = {"echo": body.echo, "suffix": body.suffix, "response_format": body.response_format}
     check_refused(refused, {"response_format": ({"type": "text"},), "suffix": ("",)}, _WHY)
     if body.best_of is not None and body.best_of != choice_count(body):

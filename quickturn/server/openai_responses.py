@@ -22,7 +22,7 @@ async def responses(request: Request) -> Response:
     """`POST`: answer the input, behind the conversation of `previous_response_id` if there is one."""
     state: ServerState = request.app.state.server
     owner = tenant_of(request)
-    body = await read_body(request, _DECODER, state.limits.body)
+    body = await read_body(request, _DECODER, state.limits)
     model = state.model_name(body.model)
     before: list[Item] = []
     if body.previous_response_id is not None:

@@ -36,6 +36,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: frozenset[str] = frozenset()
+    cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
     core: str = DEFAULT_CORE
@@ -83,7 +84,7 @@ async def serve(
         try:
             server = _Server(
                 uvicorn.Config(
-                    build_app(state),
+                    build_app(state, config.cors_origins),
                     log_level=config.log_level,
                     access_log=False,
                     lifespan="off",

@@ -14,9 +14,13 @@ from quickturn.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what one server accepts. `keepalive` and `stuck_after` are seconds, `body` is bytes."""
+    """Bounds of what one server accepts: bytes of a body and seconds for it to come, messages (or items) of a
+    conversation, and seconds between signs of life and without any from the engine.
+    """
 
     body: int = 64 << 20
+    body_seconds: float = 60.0
+    messages: int = 20_000
     keepalive: float = 5.0
     stuck_after: float = 120.0
 

@@ -41,7 +41,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a chat as it would be sent to the model."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _TOKENIZE, state.limits.body)
+    body = await read_body(request, _TOKENIZE, state.limits)
     state.model_name(body.model)
     tokens = await prepare(request, lambda: _tokens(state, body))
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.max_context, "tokens": tokens}
@@ -53,7 +53,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DETOKENIZE, state.limits.body)
+    body = await read_body(request, _DETOKENIZE, state.limits)
     state.model_name(body.model)
     ids = checked_ids(body.tokens, "tokens", state.vocab_size)
     text = await prepare(request, lambda: state.tokenizer.decode(ids, skip_special=False))

@@ -15,6 +15,7 @@ from quickturn.server.state import Limits
 def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     limits = Limits(**options.get("limits", {}))
+    serve = options.get("serve", {})
     config = serving.ServeConfig(
         port=0,
         core=options.get("core", "fake_core:FakeCore"),
@@ -22,7 +23,7 @@ def main() -> None:
         api_keys=frozenset(options.get("api_keys", ())),
         shutdown_timeout=options.get("shutdown_timeout", 30.0),
         log_level="warning",
-        **options.get("serve", {}),
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in serve.items()},
     )
     fields = {"served_model_name": "fake", **options.get("engine", {})}
     engine = EngineConfig(options["model"], max_context=options.get("max_context"), **fields)

@@ -1,6 +1,7 @@
 """Wrong requests: OpenAI's error shape, naming the field; and what is clamped rather than refused."""
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -177,10 +178,33 @@ def test_engine_refusal_in_a_stream(served: Served) -> None:
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "it can never fit"
 
 
-def test_body_limit(own_server: Any) -> None:
-    server = own_server(limits={"body": 1000})
+def test_limits_of_a_body(own_server: Any) -> None:
+    server = own_server(limits={"body": 1000, "body_seconds": 0.2, "messages": 2})
     response = chat(server, messages=[{"role": "user", "content": "x" * 2000}])
     assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+    response = chat(server, messages=[{"role": "user", "content": "x"}] * 3)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_body_that_never_ends(own_server: Any) -> None:
+    server = own_server(limits={"body_seconds": 0.2})
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=10) as connection:
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"messages"')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_pages_of_other_origins(own_server: Any) -> None:
+    asking = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    name = "access-control-allow-origin"
+    closed = own_server()
+    assert name not in httpx.options(f"{closed.url}/chat/completions", headers=asking).headers
+    assert name not in httpx.get(f"{closed.url}/models", headers=asking).headers
+    opened = own_server(serve={"cors_origins": ["https://page.example"]}, api_keys=["secret"])
+    assert httpx.options(f"{opened.url}/chat/completions", headers=asking).headers[name] == asking["Origin"]
+    stranger = {**asking, "Origin": "https://other.example"}
+    assert name not in httpx.options(f"{opened.url}/chat/completions", headers=stranger).headers
 
 
 def test_api_key(own_server: Any) -> None:
