@@ -11,6 +11,9 @@ from quickturn_kernels.triton_common import next_power_of_two
 STATE_ELEMENTS = 8192
 """Of a program's part of a state; 128 threads hold 64 each."""
 
+NORM_ELEMENTS = 2048
+"""Of a program's lines."""
+
 
 @triton.jit
 def decode_kernel(
@@ -81,21 +84,35 @@ def decode_kernel(
 
 @triton.jit
 def gated_norm_kernel(
-    x, gate, weight, out, x_stride, gate_stride, width, eps, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    gate,
+    weight,
+    out,
+    lines,
+    inner,
+    gate_stride,
+    width,
+    eps,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """out[row] = norm(x[row]) * weight * silu(gate[row]) of row (outer, inner); WIDE: weight is float32."""
-    outer, inner = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """out[line] = norm(x[line]) * weight * silu(gate[line]); line i is row (i // inner, i % inner) of gate.
+    WIDE: weight is float32.
+    """
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    value = tl.load(x + outer * x_stride + inner * width + column, mask=inside, other=0.0).to(tl.float32)
-    by = tl.load(gate + outer * gate_stride + inner * width + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(value * value, axis=0) / width
-    value = (value * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32) * scale
+    inside = (line < lines)[:, None] & (column < width)[None, :]
+    place = line[:, None] * width + column[None, :]
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    at = (line // inner * gate_stride + line % inner * width)[:, None] + column[None, :]
+    by = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    mean = tl.sum(value * value, axis=1) / width
+    value = (value * tl.rsqrt(mean + eps)[:, None]).to(out.dtype.element_ty).to(tl.float32) * scale[None, :]
     if not WIDE:
         value = value.to(out.dtype.element_ty).to(tl.float32)
-    place = out + (outer * tl.num_programs(1) + inner) * width + column
-    tl.store(place, (value * silu(by)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, (value * silu(by)).to(out.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -165,17 +182,21 @@ def launch_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     if gate.stride(-1) != 1 or (gate.dim() > 2 and gate.stride(-2) != width) or gate.dim() > 3:
         gate = gate.contiguous()
     gate_stride = gate.stride(0) if gate.dim() <= 3 and gate.dim() > 1 else width * inner
-    gated_norm_kernel[(outer, inner)](
+    block = next_power_of_two(width)
+    lines = max(1, min(NORM_ELEMENTS // block, next_power_of_two(outer * inner)))
+    gated_norm_kernel[(triton.cdiv(outer * inner, lines),)](
         x,
         gate,
         weight,
         out,
-        width * inner,
+        outer * inner,
+        inner,
         gate_stride,
         width,
         eps,
         WIDE=weight.dtype == torch.float32,
-        BLOCK=next_power_of_two(width),
-        num_warps=1,
+        LINES=lines,
+        BLOCK=block,
+        num_warps=max(1, min(4, lines * block // 512)),
     )
     return out
