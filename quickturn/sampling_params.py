@@ -4,6 +4,22 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What an answer has to look like.
+
+    `source` is the JSON of an xgrammar structural tag, which JSON schemas, regular expressions and EBNF
+    grammars are wrapped in. It holds behind the model's thinking: `thinking` says that the prompt leaves the
+    answer inside of it, the token ids of `think_close` end it, and one token of `think_open` may begin it
+    where the answer begins.
+    """
+
+    source: str
+    think_open: tuple[int, ...] = ()
+    think_close: tuple[int, ...] = ()
+    thinking: bool = False
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request.
 
@@ -29,6 +45,7 @@ class SamplingParams:
     include_stop_str: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Refuse values outside their range; the message starts with the field's name."""
@@ -47,3 +64,6 @@ class SamplingParams:
         for name, good, rule in checks:
             if not good:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+        if self.constraint is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise ValueError(f"{name} can't be combined with a grammar, which says itself where to end")

@@ -26,6 +26,8 @@ from quickturn.engine.messages import (
     AddRequest,
     AskStats,
     CancelRequest,
+    CheckConstraint,
+    ConstraintChecked,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -40,7 +42,7 @@ from quickturn.engine.messages import (
 )
 from quickturn.engine.process import DEFAULT_CORE, Launch
 from quickturn.openmp import with_short_spins
-from quickturn.sampling_params import SamplingParams
+from quickturn.sampling_params import Constraint, SamplingParams
 
 _LAST_WORDS_S = 0.2
 _SHUTDOWN_S = 5.0
@@ -125,6 +127,7 @@ class EngineClient:
         self._launch = (core, log_level)
         self._streams: dict[int, RequestStream] = {}
         self._next_id = 0
+        self._checks: dict[int, asyncio.Future[str]] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._on_progress: Callable[[LoadProgress], None] | None = None
         self._asked_at: float | None = None
@@ -208,6 +211,16 @@ class EngineClient:
         self._streams[stream.id] = stream
         self.journal.submitted(stream.id, len(tokens) // 4, session)
         return stream
+
+    async def check(self, constraint: Constraint) -> str:
+        """Have the engine compile a constraint; returns '' or why it can't be used. Raises EngineDied."""
+        if self.failure is not None:
+            raise EngineDied(self.failure)
+        self._next_id += 1
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._checks[self._next_id] = answer
+        self._send(CheckConstraint(self._next_id, constraint))
+        return await answer
 
     async def stats(self, timeout: float = 1.0) -> EngineStats:
         """The engine's counters; the last known ones when it doesn't answer in `timeout` seconds (a long
@@ -302,6 +315,10 @@ class EngineClient:
                 self._deliver(output)
         elif isinstance(message, EngineStats):
             self._take_stats(message)
+        elif isinstance(message, ConstraintChecked):
+            answer = self._checks.pop(message.id, None)
+            if answer is not None and not answer.done():
+                answer.set_result(message.error)
         elif isinstance(message, LoadProgress):
             if self._on_progress is not None:
                 self._on_progress(message)
@@ -337,6 +354,10 @@ class EngineClient:
             stream._fail(message)
             self.journal.over(stream.id, "error")
         self._streams.clear()
+        for answer in self._checks.values():
+            if not answer.done():
+                answer.set_exception(EngineDied(message))
+        self._checks.clear()
         if not self._started.done():
             self._started.set_exception(EngineDied(message))
 

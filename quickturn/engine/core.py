@@ -13,12 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import quickturn_control as control
+import torch
 from numpy.typing import NDArray
 
 from quickturn.config import EngineConfig
+from quickturn.engine.constraints import ALL, ConstrainedRow, Waiting, bitmask_words
+from quickturn.engine.grammar import GrammarPool, tokenizer_info
 from quickturn.engine.messages import (
     AddRequest,
     CancelRequest,
+    CheckConstraint,
+    ConstraintChecked,
     EngineReady,
     EngineStats,
     HoldSession,
@@ -32,6 +37,9 @@ from quickturn.execution.batch import StateMoves, StepRows
 from quickturn.execution.runner import BlockUpdate, PendingStep
 from quickturn.execution.sampler import RowLogprobs
 from quickturn.sampling_params import SamplingParams
+
+_COMPILING_S = 0.002
+"""How long a loop with nothing else to do sleeps while grammars are compiled."""
 
 FINISH_REASONS = {
     control.STOP: "stop",
@@ -56,6 +64,7 @@ class LiveRequest:
     cached_tokens: int = -1
     reported: bool = False
     error: str = ""
+    row: ConstrainedRow | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,12 @@ class EngineCore:
         self._finished: Counter[str] = Counter()
         self._generated = 0
         self._settled = time.perf_counter()
+        vocab_size = self._started.ready.vocab_size
+        self._grammars = GrammarPool(
+            lambda: tokenizer_info(config.model, vocab_size, self._started.eos_token_ids)
+        )
+        self._waiting = Waiting(self._grammars)
+        self._bitmask: torch.Tensor | None = None
         self.last_step = LastStep()
 
     def ready(self) -> EngineReady:
@@ -105,9 +120,19 @@ class EngineCore:
         """Take a request in. One that can never run is answered by the next `step` with finish 'error' and
         the reason.
         """
+        sampling = request.sampling
+        row: ConstrainedRow | None = None
+        if sampling.constraint is not None:
+            outcome = self._grammars.outcome(sampling.constraint)
+            if outcome is None:
+                self._waiting.hold(request)
+                return
+            if isinstance(outcome, str):
+                self._reject(request.id, outcome)
+                return
+            row = ConstrainedRow(sampling.constraint, outcome)
         tokens = array("i")
         tokens.frombytes(request.tokens)
-        sampling = request.sampling
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:
             self._reject(
                 request.id, f"a token id is outside the vocabulary of {self._started.ready.vocab_size}"
@@ -137,10 +162,11 @@ class EngineCore:
             self._reject(request.id, str(error))
             return
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        self._live[request.id] = LiveRequest(request.id, tokens, len(tokens), sampling, seed)
+        self._live[request.id] = LiveRequest(request.id, tokens, len(tokens), sampling, seed, row=row)
 
     def cancel(self, request: CancelRequest) -> None:
         """End a request from outside; unknown ids (it ended just now) are fine."""
+        self._waiting.drop(request.id)
         if request.finished:
             self._scheduler.finish(request.id)
         else:
@@ -150,13 +176,25 @@ class EngineCore:
         """Keep a session's cache warm for a while; refused in silence when too much is held already."""
         self._scheduler.hold(request.session, request.seconds)
 
+    def check(self, request: CheckConstraint) -> None:
+        """Begin to compile a constraint."""
+        self._waiting.check(request)
+
+    def checked(self) -> list[ConstraintChecked]:
+        """The constraints that were asked for and are decided now."""
+        return self._waiting.checked()
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._in_flight or self._live or self._undelivered)
+        return bool(self._in_flight or self._live or self._undelivered or self._waiting)
 
     def step(self) -> StepOutput:
         """Launch the next step and settle the oldest one that is out; returns what is new for the clients."""
+        for request in self._waiting.decided():
+            self.add(request)
         outputs, self._undelivered = self._undelivered, []
+        if self._waiting and not self._live:
+            time.sleep(_COMPILING_S)
         plan = self._scheduler.plan(time.monotonic())
         if plan is not None:
             self._carry_out(plan, outputs)
@@ -230,7 +268,13 @@ class EngineCore:
         updates = [BlockUpdate(u.slots, u.indexes, u.blocks) for u in plan.block_updates]
         requests = self._slot_request[rows.slots[rows.samples != 0]].tolist()
         launched = time.perf_counter()
-        pending = self._runner.launch(rows, updates)
+        masks = None
+        if any(self._row_of(id) is not None for id in requests):
+
+            def masks() -> torch.Tensor | None:
+                return self._masks(requests, outputs)
+
+        pending = self._runner.launch(rows, updates, masks)
         self._in_flight.append(InFlight(plan.step, requests, pending, launched))
         self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
 
@@ -240,6 +284,29 @@ class EngineCore:
         self._slot_request[slot] = live.id
         tokens: NDArray[np.int32] = np.array(live.tokens[:known], dtype=np.int32)
         self._runner.admit(slot, tokens, live.prompt_len, live.sampling, live.seed)
+
+    def _row_of(self, id: int) -> ConstrainedRow | None:
+        live = self._live.get(id)
+        return None if live is None else live.row
+
+    def _masks(self, requests: Sequence[int], outputs: list[TokenOutput]) -> torch.Tensor | None:
+        """The tokens that the sampled rows of a step may take: int32 [S, words] on the host; None if all may.
+
+        Called while the device computes the step's logits. The tokens of the step before are needed, and are
+        there: the device finished them before it began with this one.
+        """
+        while self._in_flight:
+            self._settle(self._in_flight.popleft(), outputs)
+        if self._bitmask is None:
+            shape = (len(self._slot_request), bitmask_words(self._started.ready.vocab_size))
+            self._bitmask = torch.empty(shape, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        mask = self._bitmask[: len(requests)]
+        mask.fill_(ALL)
+        restricts = False
+        for index, id in enumerate(requests):
+            row = self._row_of(id)
+            restricts |= row is not None and row.fill(mask, index)
+        return mask if restricts else None
 
     def _settle(self, flight: InFlight, outputs: list[TokenOutput]) -> None:
         result = flight.pending.wait()
@@ -260,13 +327,19 @@ class EngineCore:
             flight.requests, tokens, applied.accepted.tolist(), logprobs, strict=True
         ):
             if accepted:
-                self._live[id].tokens.append(token)
+                self._advance(self._live[id], token)
                 outputs.append(self._output(id, token, logprob, ended.pop(id, None)))
         for id, reason in ended.items():
             outputs.append(self._end(id, [], reason))
         self.last_step = LastStep(
             self.last_step.rows, self.last_step.decode_rows, self.last_step.tokens, result.seconds
         )
+
+    def _advance(self, live: LiveRequest, token: int) -> None:
+        live.tokens.append(token)
+        if live.row is not None and not live.row.accept(token):
+            live.error = "the model wrote what the grammar doesn't allow; this request can't go on"
+            self._scheduler.cancel(live.id)
 
     def _output(self, id: int, token: int, logprob: RowLogprobs | None, reason: int | None) -> TokenOutput:
         self._generated += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import cast, get_args
 
-from quickturn.sampling_params import SamplingParams
+from quickturn.sampling_params import Constraint, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,14 @@ class CancelRequest:
 
     id: int
     finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckConstraint:
+    """Compile a constraint ahead of the requests that need it; answered by `ConstraintChecked`."""
+
+    id: int
+    constraint: Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,14 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstraintChecked:
+    """A constraint is ready for use, or `error` says why it can't be used."""
+
+    id: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges for `/metrics`; the names are those of the metrics page."""
 
@@ -121,8 +137,8 @@ class EngineFailed:
     message: str
 
 
-ToEngine = AddRequest | CancelRequest | HoldSession | AskStats | Shutdown
-FromEngine = LoadProgress | EngineReady | StepOutput | EngineStats | EngineFailed
+ToEngine = AddRequest | CancelRequest | HoldSession | AskStats | Shutdown | CheckConstraint
+FromEngine = LoadProgress | EngineReady | StepOutput | EngineStats | EngineFailed | ConstraintChecked
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:

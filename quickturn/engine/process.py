@@ -24,6 +24,8 @@ from quickturn.engine.messages import (
     AddRequest,
     AskStats,
     CancelRequest,
+    CheckConstraint,
+    ConstraintChecked,
     EngineFailed,
     EngineReady,
     EngineStats,
@@ -56,6 +58,12 @@ class Core(Protocol):
 
     def hold(self, request: HoldSession) -> None:
         """Keep a session's cache warm."""
+
+    def check(self, request: CheckConstraint) -> None:
+        """Begin to compile a constraint."""
+
+    def checked(self) -> list[ConstraintChecked]:
+        """The constraints that were asked for and are decided now."""
 
     def has_work(self) -> bool:
         """Whether `step` would get on with something."""
@@ -107,8 +115,12 @@ class Loop:
                 output = core.step()
                 if output.outputs:
                     self.send(output)
+            for checked in core.checked():
+                self.send(checked)
 
-    def _handle(self, core: Core, message: AddRequest | CancelRequest | HoldSession | AskStats) -> None:
+    def _handle(
+        self, core: Core, message: AddRequest | CancelRequest | HoldSession | CheckConstraint | AskStats
+    ) -> None:
         if isinstance(message, AddRequest):
             try:
                 core.add(message)
@@ -120,6 +132,8 @@ class Loop:
             core.cancel(message)
         elif isinstance(message, HoldSession):
             core.hold(message)
+        elif isinstance(message, CheckConstraint):
+            core.check(message)
         else:
             self.send(core.stats())
 

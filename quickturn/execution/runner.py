@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,9 +80,10 @@ class Runner:
         max_requests: int,
         max_context: int,
         vocab_size: int,
+        cache_scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         """Allocate the arena and the tables of `max_requests` slots of `max_context` tokens."""
-        self.arena = Arena(layout, device)
+        self.arena = Arena(layout, device, cache_scales)
         self._model = model
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
@@ -104,19 +105,25 @@ class Runner:
         self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
 
     @torch.inference_mode()
-    def launch(self, rows: StepRows, updates: Sequence[BlockUpdate]) -> PendingStep:
-        """Start one step. `updates` has one entry a cache group."""
+    def launch(
+        self,
+        rows: StepRows,
+        updates: Sequence[BlockUpdate],
+        masks: Callable[[], torch.Tensor | None] | None = None,
+    ) -> PendingStep:
+        """Start one step. `updates` has one entry a cache group. `masks` is called when the logits are under
+        way, and gives the tokens that each sampled row may take (int32 [S, ceil(V / 32)] on the host).
+        """
         started = time.perf_counter()
         for group, update in enumerate(updates):
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
         replayed = self._graphs.replay(rows) if self._graphs is not None else None
-        if replayed is not None and self._sampler.is_plain(rows.slots):
+        logits = replayed[0] if replayed is not None else self._model.forward(self._batch.forward_batch(rows))
+        mask = None if masks is None else masks()
+        if replayed is not None and mask is None and self._sampler.is_plain(rows.slots):
             sampled = SampledRows(replayed[1], list)
         else:
-            logits = (
-                replayed[0] if replayed is not None else self._model.forward(self._batch.forward_batch(rows))
-            )
-            sampled = self._sample(logits, rows)
+            sampled = self._sample(logits, rows, mask)
         if self._device.type != "cuda":
             return PendingStep(sampled.tokens, sampled.logprobs, started, None)
         host = torch.empty(len(sampled.tokens), dtype=torch.int64, pin_memory=True)
@@ -125,12 +132,13 @@ class Runner:
         done.record()
         return PendingStep(host, sampled.logprobs, started, done)
 
-    def _sample(self, logits: torch.Tensor, rows: StepRows) -> SampledRows:
+    def _sample(self, logits: torch.Tensor, rows: StepRows, mask: torch.Tensor | None) -> SampledRows:
         """Choose the tokens of the rows that sample, and append them."""
         sampling = rows.samples != 0
         slots = rows.slots[sampling]
         positions = (rows.context_lens + rows.query_lens)[sampling]
-        sampled = self._sampler.sample(logits, slots, positions)
+        bitmask = None if mask is None else mask.to(self._device, non_blocking=True)
+        sampled = self._sampler.sample(logits, slots, positions, bitmask)
         if len(slots):
             self._batch.append(slots, positions - 1, sampled.tokens)
         return sampled

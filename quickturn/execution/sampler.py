@@ -4,7 +4,7 @@ The host keeps a small mirror of what each slot asks for, so that a step of gree
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,16 +95,22 @@ class Sampler:
         )
 
     def sample(
-        self, logits: torch.Tensor, slots: NDArray[np.int32], positions: NDArray[np.int32]
+        self,
+        logits: torch.Tensor,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        bitmask: torch.Tensor | None = None,
     ) -> SampledRows:
         """Choose a token for each row of `logits` [S, V]; `positions` are those of the tokens to be
-        chosen.
+        chosen, `bitmask` (int32 [S, ceil(V / 32)]) allows them.
         """
         if not len(slots):
             return SampledRows(torch.empty(0, dtype=torch.int64, device=self._device), list)
         wanted = int(self._logprobs[slots].max())
         at = upload(slots.astype(np.int64), self._device)
         params = self._tensors(at, slots, positions)
+        if bitmask is not None:
+            params = replace(params, bitmask=bitmask)
         chosen = sample(logits, params, None if wanted == _NO_LOGPROBS else wanted)
         if self._penalties[slots].any():
             assert self._counts is not None
