@@ -10,6 +10,7 @@ from torch import Tensor
 import quickturn_kernels as kernels
 from quickturn_kernels import SamplingTensors
 from quickturn_kernels.bench.experts import expert_problems
+from quickturn_kernels.bench.linear_attention import linear_attention_problems
 from quickturn_kernels.bench.problem import Problem
 
 BLOCK_TOKENS = 64
@@ -34,7 +35,11 @@ SMOLLM2 = Model(576, 1536, 9, 3, 64, 49152)
 
 def problems(device: torch.device, dtype: torch.dtype) -> tuple[Problem, ...]:
     """The shapes of an 8B model and a mixture of experts on a GPU, of small models elsewhere."""
-    return (*_decoder_problems(device, dtype), *expert_problems(device, dtype))
+    return (
+        *_decoder_problems(device, dtype),
+        *linear_attention_problems(device, dtype),
+        *expert_problems(device, dtype),
+    )
 
 
 def _decoder_problems(device: torch.device, dtype: torch.dtype) -> tuple[Problem, ...]:
