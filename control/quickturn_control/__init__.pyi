@@ -293,9 +293,10 @@ class Scheduler:
         """The client went away. Its private blocks are free as soon as no step or transfer uses them. False if it was over."""
     def finish(self, id: int) -> bool:
         """The text side found the answer's end (a stop string): as `cancel`, but a good end that keeps its checkpoints."""
-    def fail(self, id: int) -> bool:
+    def fail(self, id: int) -> list[list[int]] | None:
         """What it computed is wrong (not a number, say): it ends with ERROR. The blocks that it found cached stay; what it
-        computed itself, and whatever others computed behind that, is never found again. False if it was over."""
+        computed itself, and whatever others computed behind that, is never found again. Returns, by group, the device's blocks
+        that hold such things: before they are given out again, what they hold must go. None if it was over."""
     def hold(self, session: str, seconds: float) -> bool:
         """Keep the session's cache warm while its tool runs, within Policy.max_hold and max_hold_share. False if refused."""
     def plan(self, now: float) -> StepPlan | None:

@@ -174,7 +174,7 @@ void PrefixIndex::supersede_side(SideId side) {
 
 // ---- forgetting
 
-void PrefixIndex::forget(NodeId root) {
+void PrefixIndex::forget(NodeId root, std::vector<std::vector<BlockId>>& blocks) {
   // Nobody lists a node's children: whether the root is before a node is found by climbing, each node once.
   enum class Verdict : std::uint8_t { open, stays, goes };
   std::vector<Verdict> verdicts(nodes_.size(), Verdict::open);
@@ -190,7 +190,18 @@ void PrefixIndex::forget(NodeId root) {
     for (const NodeId passed : path) verdicts[passed] = verdict;
   }
   for (NodeId id = 0; id < nodes_.size(); ++id) {
-    if (verdicts[id] == Verdict::goes && !is_forgotten(id)) rename(id);
+    if (verdicts[id] != Verdict::goes || is_forgotten(id)) continue;
+    list_blocks(id, blocks);
+    rename(id);
+  }
+}
+
+void PrefixIndex::list_blocks(NodeId id, std::vector<std::vector<BlockId>>& blocks) const {
+  for (std::size_t f = 0; f < full_groups_.size() && has_copy(id, kDevice); ++f)
+    blocks[full_groups_[f]].push_back(block(id, kDevice, static_cast<int>(f)));
+  for (SideId side = first_side(id); side != kNone; side = sides_[side].next) {
+    if (sides_[side].block[kDevice] != kNoBlock)
+      blocks[sides_[side].group].push_back(sides_[side].block[kDevice]);
   }
 }
 

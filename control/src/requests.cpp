@@ -246,18 +246,36 @@ bool Scheduler::finish(RequestId id) {
   return true;
 }
 
-bool Scheduler::fail(RequestId id) {
+std::optional<std::vector<std::vector<BlockId>>> Scheduler::fail(RequestId id) {
   const auto found = requests_.find(id);
-  if (found == requests_.end()) return false;
+  if (found == requests_.end()) return std::nullopt;
   Request& request = *found->second;
   ++counters_.failed;
+  std::vector<std::vector<BlockId>> blocks(config_.groups.size());
   if (request.found < request.hashes.size()) {
     const NodeId first = cache_.index().find(request.hashes[request.found]);
-    if (first != kNone) cache_.index().forget(first);
+    if (first != kNone) cache_.index().forget(first, blocks);
   }
+  if (request.running()) list_private(request.cache(), blocks);
   // As a cancelled one it leaves no checkpoint and no trace in its session.
   end(request, Cancel{}, Reason::error, draft_->ended);
-  return true;
+  return blocks;
+}
+
+void Scheduler::list_private(const Holding& cache, std::vector<std::vector<BlockId>>& blocks) {
+  const auto add = [&blocks](const BlockRef& block) {
+    if (block) blocks[block.group()].push_back(block.id());
+  };
+  for (const auto& fresh : cache.full) {
+    for (const BlockRef& block : fresh) add(block);
+  }
+  for (const WindowHolding& window : cache.windows) {
+    for (const WindowBlock& block : window.blocks) add(block.fresh);
+  }
+  for (const StateHolding& state : cache.states) add(state.working);
+  for (const Snapshot& snapshot : cache.snapshots) {
+    for (const BlockRef& block : snapshot.blocks) add(block);
+  }
 }
 
 void Scheduler::expire(double now) {

@@ -125,7 +125,10 @@ TEST_CASE("what a failed request computed is not found again, nor what others co
   run(0.2, {9, 9});
   CHECK(scheduler.match(longer, "", "") == 12);
 
-  CHECK(scheduler.fail(2));
+  const auto bad = scheduler.fail(2);
+  // Its own second block, the third request's third behind it, and the one that the second decodes into.
+  REQUIRE(bad.has_value());
+  CHECK(bad->at(0).size() == 3);
   CHECK(!scheduler.fail(2));
   CHECK(scheduler.match(longer, "", "") == 4);
   const auto ended = scheduler.plan(0.3);

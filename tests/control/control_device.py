@@ -71,6 +71,7 @@ class Device:
         self.drafts = drafts
         self.random = random
         self.content: dict[Block, list[int]] = {}
+        self.spoilt: dict[tuple[Block, int], frozenset[int]] = {}
         self.tables: list[dict[tuple[int, int], int]] = [{} for _ in groups]
         self.by_slot: dict[int, Track] = {}
         self.tracks: dict[int, Track] = {}
@@ -134,6 +135,8 @@ class Device:
             )
             self.transfers[int(number)] = (src, dst, list(self.content[src]))
             self.content[dst] = [GARBAGE] * (1 if self.groups[group][0] == "state" else self.unit)
+            for offset in range(self.unit):
+                self.spoilt.pop((dst, offset), None)
 
     def finish_transfer(self, number: int) -> None:
         """The copy is complete; its source must be what it was."""
@@ -225,8 +228,18 @@ class Device:
                 value = track.prefixes[position] if position < start + accepted else GARBAGE
                 self._write(block, position % unit, value, track, touched, written)
 
+    def spoil(self, blocks: list[list[int]]) -> None:
+        """These blocks, by group, hold what a failed request computed: only who runs now may read it."""
+        running = frozenset(track.id for track in self.by_slot.values())
+        for group, ids in enumerate(blocks):
+            for block in ids:
+                for offset in range(len(self.content.get((0, group, block), ()))):
+                    self.spoilt[(0, group, block), offset] = running
+
     def _read(self, block: Block, offset: int, track: Track, touched: dict[Block, int]) -> int:
         touched[block] = track.id
+        allowed = self.spoilt.get((block, offset))
+        assert allowed is None or track.id in allowed, "a failed request's block is used again"
         return self.content[block][offset]
 
     def _write(
@@ -241,6 +254,7 @@ class Device:
         assert written.setdefault(block, track.id) == track.id, f"{block} has two owners"
         assert touched.get(block, track.id) == track.id, f"{block} is read by another row"
         touched[block] = track.id
+        self.spoilt.pop((block, offset), None)
         size = 1 if self.groups[block[1]][0] == "state" else self.unit
         self.content.setdefault(block, [GARBAGE] * size)[offset] = value
 

@@ -175,12 +175,15 @@ class Driver:
         ids = sorted(self.device.tracks)
         number = self.random.choice(ids) if ids and self.random.random() < 0.95 else 10**9
         found = [getattr(scheduler, way)(number) for scheduler in self.schedulers]
-        assert all(was == (number in self.device.tracks) for was in found)
+        assert all(one == found[0] for one in found)
+        assert (found[0] not in (None, False)) == (number in self.device.tracks)
         self.follow_events()
         if number in self.device.tracks:
             # Its slot is reported as free by the next plan.
             track = self.device.tracks.pop(number)
             self.ended += 1
+            if way == "fail":
+                self.device.spoil(found[0])
             if way == "fail" and track.found >= 0:
                 # Of its tokens only what it found cached itself can be found again.
                 tokens = np.array([*track.host, 0], np.int32)

@@ -158,8 +158,9 @@ class PrefixIndex {
   void supersede_tail(NodeId node);
   void supersede_side(SideId side);
   // What the node's blocks hold is wrong: it and every node after it can't be found any more, and go first.
-  // Who keeps them keeps them; what is published after them can't be found either.
-  void forget(NodeId node);
+  // Who keeps them keeps them; what is published after them can't be found either. Adds their blocks on the
+  // device to `blocks`, by group.
+  void forget(NodeId node, std::vector<std::vector<BlockId>>& blocks);
   bool is_forgotten(NodeId node) const { return node != kNone && hashes_[node].hi == kForgotten; }
 
   std::size_t num_nodes() const { return table_.size(); }
@@ -219,6 +220,7 @@ class PrefixIndex {
   NodeId new_node(const Hash128& hash, NodeId parent);
   bool has_any_copy(NodeId node) const;
   void rename(NodeId node);
+  void list_blocks(NodeId node, std::vector<std::vector<BlockId>>& blocks) const;
   Hash128 secret_name() { return {++forgotten_ * 0x9e3779b97f4a7c15, kForgotten}; }
   bool windows_reach(NodeId node, std::uint32_t depth, std::uint32_t& missing) const;
   void log(EventKind kind, TierId tier, GroupId group, NodeId node);

@@ -57,8 +57,9 @@ class Scheduler {
   void add(const RequestSpec& spec);
   bool cancel(RequestId id);
   bool finish(RequestId id);
-  // What it computed is wrong, and nobody shall start from it.
-  bool fail(RequestId id);
+  // What it computed is wrong, and nobody shall start from it. Gives the device's blocks that hold it, by
+  // group: before they are given out again, what they hold must go. Nothing for an unknown id.
+  std::optional<std::vector<std::vector<BlockId>>> fail(RequestId id);
   // Keeps the session's cache warm while its tool runs, within the policy's bounds.
   bool hold(const std::string& session, double seconds);
 
@@ -120,6 +121,7 @@ class Scheduler {
   void end(Request& request, Event event, Reason reason, EndedRows& report);
   void retire(StepId last_step, Remains&& remains, std::unique_ptr<Request> request);
   void expire(double now);
+  static void list_private(const Holding& cache, std::vector<std::vector<BlockId>>& blocks);
 
   // planner.cpp
   std::int32_t decode_query(const Request& request) const;
