@@ -215,7 +215,7 @@ def main() -> None:
     """Measure all shapes and write the file named on the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--forms", default="triton,hopper,sdpa", help="of these and triton_tma")
+    parser.add_argument("--forms", default="triton,hopper,sdpa", help="which to measure")
     parser.add_argument("--sweep", action="store_true", help="other cuts of the work, too")
     chosen = parser.parse_args()
     results: list[dict[str, object]] = []

@@ -22,7 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry, triton_common
@@ -61,9 +60,6 @@ def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            box = ", ".join(str(size) for size in value.block_shape)
-            signature[name] = f"tensordesc<{POINTERS[value.base.dtype][1:]}[{box}]>"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
@@ -91,7 +87,6 @@ def report(name: str, compiled: Any) -> None:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "cp_async": ptx.count("cp.async.c"),
-        "bulk_copies": ptx.count("cp.async.bulk.tensor"),
         "global_loads": dict(sorted(count(re.findall(r"ld\.global[.\w:]*", ptx)).items())),
     }
     print(json.dumps(found), flush=True)
@@ -135,26 +130,19 @@ def attention(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, **op
         torch.empty((2, heads, head_dim), dtype=dtype), *arguments, lens, 0.1, max_context_len=1024, **options
     )
     base = label
-    for tokens, bound, implementation in (
-        (1024, 512, "triton"),
-        (8, 65536, "triton"),
-        (1024, 512, "triton_tma"),
-    ):
-        if implementation == "triton_tma" and (dtype == torch.float32 or head_dim == 80):
-            continue
-        label = f"{base}: {'prefill' if tokens > 8 else 'drafts'} {implementation}"
+    for tokens, bound in ((1024, 512), (8, 65536)):
+        label = f"{base}: {'prefill' if tokens > 8 else 'drafts'}"
         starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
-        with registry.use(paged_attention_prefill=implementation):
-            kernels.paged_attention_prefill(
-                torch.empty((tokens, heads, head_dim), dtype=dtype),
-                *arguments,
-                starts,
-                lens,
-                tokens // 2,
-                0.1,
-                max_context_len=bound,
-                **options,
-            )
+        kernels.paged_attention_prefill(
+            torch.empty((tokens, heads, head_dim), dtype=dtype),
+            *arguments,
+            starts,
+            lens,
+            tokens // 2,
+            0.1,
+            max_context_len=bound,
+            **options,
+        )
 
 
 def dense(dtype: torch.dtype) -> None:

@@ -62,10 +62,9 @@ def test_kernels_fit_a_hopper(plan: str, kernels: set[str]) -> None:
         assert one["shared"] <= SHARED_LIMIT, one
         # Some spilling of 255 registers is no harm; a kernel that lives in local memory is.
         assert one.get("stack", 0) <= 256, one
-        long_half_precision = "prefill triton" in one["case"] and "float32" not in one["case"]
+        long_half_precision = "prefill" in one["case"] and "float32" not in one["case"]
         if one["kernel"] == "prefill_kernel" and long_half_precision:
             assert one["wgmma"] > 0, one
-            assert (one["bulk_copies"] > 0) == one["case"].endswith("triton_tma"), one
         if one["kernel"] == "decode_kernel" and plan == "attention":
             assert one["cp_async"] > 0, one
         if one["kernel"] in ("prepare_kernel", "scan_kernel"):

@@ -18,7 +18,7 @@ if cuda_build.available((9, 0)):
         platform=HOPPER,
         dtypes=DTYPES,
         traits={"head_dim": HEAD_DIMS, "softcap": {False}, "cache": {SAME}},
-        priority=Priority.REFERENCE,
+        priority=Priority.SPECIALIZED,
     )
     def paged_attention_prefill(
         q: Tensor,

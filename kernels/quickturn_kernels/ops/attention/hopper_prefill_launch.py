@@ -13,7 +13,10 @@ from quickturn_kernels.triton_common import zeroed_counters
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = frozenset({64, 128, 256})
+UNITS = 132
+"""Multiprocessors of a Hopper."""
 TILE_ROWS = 128
+TILE_KEYS = 128
 GROUPS = 2
 """Warpgroups, each with its half of a tile."""
 MAX_ROWS = 383
@@ -22,9 +25,11 @@ BOX = 64
 MIN_BOX = 8
 LEAST_PIECE = 4
 """Units (tiles of keys): what a shorter piece saves, the meeting of the parts costs."""
-SECTION_BYTES = 48 << 20
+SECTION_BYTES = 40 << 20
 """Keys and values that blocks work through at the same time: what stays in L2."""
-MAX_ROUNDS = 8
+MAX_ROUNDS = 4
+LEAST_ROUND = 1000
+"""Units of a block in a round: the ends of rounds cost, too."""
 
 _POINTERS = ("out", "tables", "starts", "lens", "sinks", "parts", "arrived")
 _NUMBERS = (
@@ -71,10 +76,17 @@ def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, sca
     )
 
 
-def rounds_for(rows: int, kv_heads: int, head_dim: int, max_context_len: int) -> int:
-    """How often the blocks share a part of the work among them, so that they all read the same few heads."""
+def rounds_for(tokens: int, rows: int, kv_heads: int, head_dim: int, group: int, max_context_len: int) -> int:
+    """How often the blocks share a part of the work among them, so that all read the same few heads.
+
+    Judged by bounds: at most `max_context_len` keys a row, of which a token sees half or, where the tokens
+    are few, all.
+    """
+    rows = max(rows, 1)
     stored = rows * max_context_len * kv_heads * head_dim * 4
-    return max(1, min(MAX_ROUNDS, rows * kv_heads, round(stored / SECTION_BYTES)))
+    seen = max_context_len - min(tokens // rows, max_context_len) // 2
+    units = tokens * group // TILE_ROWS * kv_heads * (seen // TILE_KEYS)
+    return max(1, min(MAX_ROUNDS, stored // SECTION_BYTES, units // (LEAST_ROUND * UNITS)))
 
 
 def launch(
@@ -108,7 +120,8 @@ def launch(
     if sinks is not None:
         sinks = sinks.float().contiguous()
     blocks = describe(device).units
-    rounds = rounds_for(max(rows, 1), kv_heads, head_dim, max_context_len) if rounds is None else rounds
+    if rounds is None:
+        rounds = rounds_for(tokens, rows, kv_heads, head_dim, group, max_context_len)
     pieces = blocks * rounds
     parts = torch.empty((pieces * 2, GROUPS, head_dim // 8 + 1, 128, 4), dtype=torch.float32, device=device)
     arguments = _Arguments(

@@ -11,19 +11,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quickturn_kernels.ops.attention import FP8, SAME
 from quickturn_kernels.ops.attention.triton_common import LOG2_E, LOG2_E_CONST, elements
 from quickturn_kernels.ops.attention.triton_prefill_plan import (
     MAX_SPLITS,
     Tiles,
-    described_tiles,
     pointer_tiles,
     splits_for,
 )
-from quickturn_kernels.ops.attention.triton_prefill_tiles import attend, attend_pairs
-from quickturn_kernels.platform import TRITON, TRITON_FP8, Requirement
+from quickturn_kernels.ops.attention.triton_prefill_tiles import attend
+from quickturn_kernels.platform import TRITON, TRITON_FP8
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import (
     FLOATS,
@@ -70,8 +68,6 @@ def prefill_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    PAIRS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -140,29 +136,21 @@ def prefill_kernel(
                 tile_start, unmasked_start,
                 key_start, key_end, window, scale_log2, cap_log2,
                 k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, True, WINDOW, CAPPED, STAGES, UPCAST,
             )  # fmt: skip
-        if PAIRS:
-            pairs = (unmasked_end - unmasked_start) // 2
-            sum_out, total, top = attend_pairs(
-                sum_out, total, top, query, head, k_cache, v_cache, table, unmasked_start, pairs,
-                scale_log2, cap_log2, HEAD_DIM, BLOCK_TOKENS, BLOCK_N, CAPPED, STAGES, UPCAST,
-            )  # fmt: skip
-            unmasked_end = unmasked_start + 2 * pairs
-        else:
-            sum_out, total, top = attend(
-                sum_out, total, top, query, position, head, k_cache, v_cache, table,
-                unmasked_start, unmasked_end,
-                key_start, key_end, window, scale_log2, cap_log2,
-                k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, False, WINDOW, CAPPED, STAGES, UPCAST,
-            )  # fmt: skip
+        sum_out, total, top = attend(
+            sum_out, total, top, query, position, head, k_cache, v_cache, table,
+            unmasked_start, unmasked_end,
+            key_start, key_end, window, scale_log2, cap_log2,
+            k_block_stride, k_row_stride, v_block_stride, v_row_stride,
+            HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, False, WINDOW, CAPPED, STAGES, UPCAST,
+        )  # fmt: skip
         sum_out, total, top = attend(
             sum_out, total, top, query, position, head, k_cache, v_cache, table,
             unmasked_end, tile_end,
             key_start, key_end, window, scale_log2, cap_log2,
             k_block_stride, k_row_stride, v_block_stride, v_row_stride,
-            HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, DESCRIBED, True, WINDOW, CAPPED, STAGES, UPCAST,
+            HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, BLOCK_N, True, WINDOW, CAPPED, STAGES, UPCAST,
         )  # fmt: skip
 
         target = token * (KV_HEADS * GROUP) + query_head
@@ -219,39 +207,6 @@ def combine_kernel(
     summed = tl.sum(total * weight, axis=0) + sink_weight
     result = tl.sum(values * weight[:, None], axis=0) / tl.where(summed > 0.0, summed, 1.0)
     tl.store(out + line * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
-
-
-@register(
-    "paged_attention_prefill",
-    name="triton_tma",
-    platform=Requirement(device="cuda", min_capability=(9, 0), interpretable=True),
-    dtypes=(torch.bfloat16, torch.float16),
-    traits={"head_dim": frozenset({64, 128, 256}), "cache": {SAME, FP8}},
-    priority=Priority.PORTABLE,
-)
-def paged_attention_prefill_tma(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int,
-    sinks: Tensor | None,
-    softcap: float,
-    max_context_len: int,
-) -> Tensor:
-    """See `quickturn_kernels.paged_attention_prefill`. Short chunks and small pages take pointers here
-    too.
-    """
-    score_rows = max_query_len * (q.shape[1] // k_cache.shape[2])
-    tiles = described_tiles(q.shape[2], k_cache.shape[1]) if score_rows > 64 else None
-    options = (window, sinks, softcap, max_context_len)
-    if tiles is None:
-        tiles = pointer_tiles(_padded(q.shape[2]), q.element_size(), score_rows, shared_memory(q.device))
-    return _launch(q, k_cache, v_cache, block_tables, query_start, context_lens, scale, *options, tiles)
 
 
 @register(
@@ -323,8 +278,8 @@ def _launch(
     stats = partial[splits * lines * head_dim :] if splits > 1 else partial
     prefill_kernel[(count, kv_heads, splits)](
         q,
-        _pages(k_cache, tiles.block_n) if tiles.described else k_cache,
-        _pages(v_cache, tiles.block_n) if tiles.described else v_cache,
+        k_cache,
+        v_cache,
         block_tables,
         query_start.contiguous(),
         context_lens.contiguous(),
@@ -352,8 +307,6 @@ def _launch(
         BLOCK_TOKENS=block_tokens,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
-        DESCRIBED=tiles.described,
-        PAIRS=tiles.pairs,
         ROWS_PAD=rows_pad(rows + 1),
         SPLIT=splits > 1,
         WINDOW=window > 0,
@@ -384,14 +337,3 @@ def _launch(
 def _padded(head_dim: int) -> int:
     """A head as matrix products take it."""
     return max(16, next_power_of_two(head_dim))
-
-
-def _pages(cache: Tensor, page: int) -> TensorDescriptor:
-    """A cache [num_blocks, block_tokens, Hkv, D] as boxes of `page` keys of one head."""
-    blocks, block_tokens, kv_heads, head_dim = cache.shape
-    return TensorDescriptor(
-        cache,
-        [blocks, block_tokens, kv_heads * head_dim],
-        [cache.stride(0), cache.stride(1), 1],
-        [1, page, head_dim],
-    )

@@ -11,20 +11,16 @@ LARGE_SHARED_MEMORY = 200 << 10
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one call is cut. `described`: keys come through tensor descriptors; `pairs`: two tiles of keys a
-    round.
-    """
+    """How one call is cut."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    described: bool = False
-    pairs: bool = False
 
 
 def pointer_tiles(head_dim: int, itemsize: int, score_rows: int, shared_memory: int) -> Tiles:
-    """Tiles for at most `score_rows` rows of scores (query tokens times group), keys through pointers."""
+    """Tiles for at most `score_rows` rows of scores (query tokens times group)."""
     block_m = 16 if score_rows <= 16 else 64 if score_rows <= 64 else 128
     if itemsize == 4:
         return Tiles(min(block_m, 32), max(16, min(32, 4096 // head_dim)), 4, 1)
@@ -33,16 +29,6 @@ def pointer_tiles(head_dim: int, itemsize: int, score_rows: int, shared_memory: 
     if shared_memory >= LARGE_SHARED_MEMORY:
         return Tiles(128, 128 if head_dim <= 128 else 64, 8, 2)
     return Tiles(128, 64, 8, 2) if head_dim <= 128 else Tiles(128, 32, 8, 1)
-
-
-def described_tiles(head_dim: int, block_tokens: int) -> Tiles | None:
-    """Tiles for long chunks of half precision whose keys the copy engine brings, page by page; None if
-    pages are too small.
-    """
-    if head_dim <= 128 and block_tokens % 128 == 0:
-        return Tiles(128, 128, 8, 2, described=True)
-    page = 64 if head_dim <= 128 else 32
-    return Tiles(128, page, 8, 2, described=True, pairs=True) if block_tokens % page == 0 else None
 
 
 def splits_for(programs: int, window: int, max_context_len: int, multiprocessors: int) -> int:
