@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constan
   scratch.fresh_key = x + kQueryRows * kDim * 2;
   scratch.fresh_value = shared + place.fresh;
   scratch.sums = reinterpret_cast<float*>(x + 2 * kQueryRows * kDim * 2);
-  scratch.stats = reinterpret_cast<float2*>(scratch.sums + kWarps * group * kDim);
+  scratch.stats = reinterpret_cast<float2*>(scratch.sums + kWarps * group * kSumPitch);
   scratch.angles = angles;
   scratch.head_norms = shared + place.head_norms;
   const unsigned before = __ldcg(args.epoch);

@@ -44,6 +44,14 @@ constexpr int kBatch = 8;    // granules whose sums are finished together
 constexpr int kPackets = 8;  // that a thread waits for at a time
 constexpr int kPatience = 1 << 21;
 
+// The thread's index, read anew by every phase: what follows from it is cheap to work out, but kept through
+// all phases it would cost the registers that they need.
+__device__ __forceinline__ int this_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 __device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 // ---- Packets: 8 bytes of data that carry their own flag, so that a block learns of another's result by
@@ -112,7 +120,7 @@ struct Ring {
   }
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage * 8);
+    if (this_thread() % 32 == 0) barrier_arrive(empty + stage * 8);
     advance();
   }
 };
@@ -221,7 +229,7 @@ __device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const St
 
 // Requests the norms that stand before and behind a matrix, in one slot; one warp.
 __device__ __forceinline__ void request_norms(Ring& ring, const Matrix& matrix) {
-  const int lane = threadIdx.x % 32, bytes = matrix.columns * 2;
+  const int lane = this_thread() % 32, bytes = matrix.columns * 2;
   const uint32_t full = ring.full + ring.stage * 8;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity);
   if (lane == 0) {
@@ -238,7 +246,7 @@ __device__ __forceinline__ void request_norms(Ring& ring, const Matrix& matrix) 
 
 // Requests a matrix's granules of this block; one warp.
 __device__ __forceinline__ void request(Ring& ring, const Matrix& matrix, const Range& own) {
-  const int lane = threadIdx.x % 32, columns = matrix.columns, chunk = chunk_of(columns);
+  const int lane = this_thread() % 32, columns = matrix.columns, chunk = chunk_of(columns);
 #pragma unroll 1
   for (int granule = own.begin; granule < own.end; ++granule) {
     int row = granule * kGranule + lane;
@@ -263,7 +271,7 @@ __device__ __forceinline__ void request(Ring& ring, const Matrix& matrix, const 
 // sums: two buffers of kBatch * kWarps * rows * kGranule floats, used in turn.
 __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const Range& own, uint32_t x,
                                         uint32_t zeros, float* sums, int rows, float* logits) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int thread = this_thread(), warp = thread / 32, lane = thread % 32;
   const int columns = matrix.columns, chunk = chunk_of(columns), share = chunk / kWarps;
   const int matrix_row = lane % 8, matrix_column = warp * share + lane / 8 * 8;
   const uint32_t weight_at = matrix_row * row_bytes(chunk) + matrix_column * 2;
@@ -271,7 +279,7 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
   const uint32_t x_step = matrix_row < rows ? 2 : 0;
   // What this thread finishes: four results of one row and one granule of a batch.
   const int quads = matrix.quads();
-  const int quad = matrix.gated ? 0 : threadIdx.x % 2, item = matrix.gated ? threadIdx.x : threadIdx.x / 2;
+  const int quad = matrix.gated ? 0 : thread % 2, item = matrix.gated ? thread : thread / 2;
   const int row = item % rows, mine = item / rows;
   int buffer = 0;
 #pragma unroll 1
@@ -287,36 +295,43 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
     float* batch = sums + buffer * (kBatch * kWarps * rows * kGranule);
 #pragma unroll 1
     for (int granule = 0; granule < count; ++granule) {
-      float sum[2][2] = {};
+      float sum[4][2] = {};  // short chains of products
 #pragma unroll 1
       for (int column = 0; column < columns; column += chunk) {
-        barrier_wait(ring.full + ring.stage * 8, ring.parity);
-        const uint32_t w = ring.slot() + weight_at, v = x_at + column * x_step;
+        constexpr int kSteps = kMaxChunk / kWarps / 32;
+        uint32_t a[kSteps][4], b[kSteps][4];
 #pragma unroll
-        for (int step = 0; step < kMaxChunk / kWarps / 32; ++step) {
+        for (int step = 0; step < kSteps; ++step)
+          if (step * 32 < share) load_matrices(a[step], x_at + (column + step * 32) * x_step);
+        barrier_wait(ring.full + ring.stage * 8, ring.parity);
+        const uint32_t weights = ring.slot() + weight_at;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          if (step * 32 < share) load_matrices(b[step], weights + step * 64);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
           if (step * 32 >= share) break;
-          uint32_t a[4], b[4];
-          load_matrices(b, w + step * 64);
-          load_matrices(a, v + step * 32 * x_step);
-          multiply_eight(sum[0], a[0], a[1], b[0], b[1]);
-          multiply_eight(sum[1], a[2], a[3], b[2], b[3]);
+          multiply_eight(sum[step % 2 * 2], a[step][0], a[step][1], b[step][0], b[step][1]);
+          multiply_eight(sum[step % 2 * 2 + 1], a[step][2], a[step][3], b[step][2], b[step][3]);
         }
         ring.release();
       }
       if (lane / 4 < rows)
-        *reinterpret_cast<float2*>(batch + ((granule * kWarps + warp) * rows + lane / 4) * kGranule +
-                                   lane % 4 * 2) = make_float2(sum[0][0] + sum[1][0], sum[0][1] + sum[1][1]);
+        *reinterpret_cast<float2*>(batch + ((warp * kBatch + granule) * rows + lane / 4) * kGranule +
+                                   lane % 4 * 2) =
+            make_float2(sum[0][0] + sum[1][0] + (sum[2][0] + sum[3][0]),
+                        sum[0][1] + sum[1][1] + (sum[2][1] + sum[3][1]));
     }
     sync_computing();
     if (mine < count) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
         if (part == 1 && !matrix.gated) break;
-        const float* from = batch + (mine * kWarps * rows + row) * kGranule + (part + quad) * 4;
+        const float* from = batch + (mine * rows + row) * kGranule + (part + quad) * 4;
         float4 piece[kWarps];
 #pragma unroll
         for (int w = 0; w < kWarps; ++w)
-          piece[w] = *reinterpret_cast<const float4*>(from + w * rows * kGranule);
+          piece[w] = *reinterpret_cast<const float4*>(from + w * kBatch * rows * kGranule);
         float total[4] = {};
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -347,6 +362,7 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
 
 // Waits for [rows, columns] as packets and lays them down as the operand of a product.
 __device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* x, int rows) {
+  const int thread = this_thread();
   const int columns = matrix.columns;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
   int row = 0, run = 0;
@@ -356,7 +372,7 @@ __device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* 
     uint2 data[kPackets];
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const int at = run * kComputing + threadIdx.x;
+      const int at = run * kComputing + thread;
       from[i] = row < rows && at < width ? row * width + at : -1;
       to[i] = row * row_bytes(columns) + at * 8;
       if (++run == runs) run = 0, ++row;
@@ -377,18 +393,18 @@ __device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsi
                                           float eps, int rows) {
   const int columns = matrix.columns;
   const bool adds = matrix.input != nullptr;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int thread = this_thread(), warp = thread / 32, lane = thread % 32;
   const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
   uint2* kept = reinterpret_cast<uint2*>(residual);
   int next_row = 0, next_run = 0;
 #pragma unroll 1
   while (next_row < rows) {
-    int from[kPackets];
-    uint2 data[kPackets];
+    int from[kPackets / 2];
+    uint2 data[kPackets / 2];
     int row = next_row, run = next_run;
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const int at = next_run * kComputing + threadIdx.x;
+    for (int i = 0; i < kPackets / 2; ++i) {
+      const int at = next_run * kComputing + thread;
       const bool inside = next_row < rows && at < width;
       from[i] = inside && adds ? next_row * width + at : -1;
       if (inside && !adds)
@@ -397,9 +413,9 @@ __device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsi
     }
     await(data, matrix.input, from, matrix.input_flag);
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
+    for (int i = 0; i < kPackets / 2; ++i) {
       if (row >= rows) break;
-      const int at = run * kComputing + threadIdx.x;
+      const int at = run * kComputing + thread;
       float sum = 0.f;
       if (at < width) {
         float value[4];
@@ -432,7 +448,7 @@ __device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsi
     for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
     const float scale = rsqrtf(sum / static_cast<float>(columns) + eps);
 #pragma unroll 2
-    for (int at = threadIdx.x; at < width; at += kComputing) {
+    for (int at = thread; at < width; at += kComputing) {
       float value[4], factor[4];
       unpack4(kept[row * width + at], value);
       unpack4(reinterpret_cast<const uint2*>(slot)[at], factor);
@@ -441,9 +457,8 @@ __device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsi
       *reinterpret_cast<uint2*>(x + row * row_bytes(columns) + at * 8) = pack4(value);
     }
   }
-  if (threadIdx.x < 2 * kHeadBytes / 16)
-    reinterpret_cast<uint4*>(head_norms)[threadIdx.x] =
-        reinterpret_cast<const uint4*>(slot + columns * 2)[threadIdx.x];
+  if (thread < 2 * kHeadBytes / 16)
+    reinterpret_cast<uint4*>(head_norms)[thread] = reinterpret_cast<const uint4*>(slot + columns * 2)[thread];
   ring.release();
 }
 

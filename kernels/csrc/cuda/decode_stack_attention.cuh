@@ -15,6 +15,7 @@ constexpr float kNone = -__builtin_huge_valf();
 constexpr int kQuarter = 32;              // dims that one block adds up
 constexpr int kPartPitch = kDim / 2 + 1;  // packets of a head's part: two floats each, then top and total
 constexpr int kTileBytes = kKeys * kDim * 2;
+constexpr int kSumPitch = kDim + 8;  // floats from head to head, for the banks' sake
 
 // Of one row: the stored keys that it sees, [oldest, stored), and this block's piece of its line of tiles.
 struct Piece {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void load_page(uint32_t to, const TensorMap* map, int
 // Requests the visible tiles of this block's pieces; one warp.
 __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& ring, const TensorMap* maps,
                                              const Piece* pieces) {
-  const int lane = threadIdx.x % 32;
+  const int lane = this_thread() % 32;
   const int page = min(args.block_tokens, kKeys), pages = kKeys / page, ahead = 32 / pages;
 #pragma unroll 1
   for (int row = 0; row < args.rows; ++row) {
@@ -94,14 +95,14 @@ __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& r
 // Shared memory of the phase.
 struct Scratch {
   unsigned char *query, *fresh_key, *fresh_value;  // tiles of 16 rows; fresh_value's other rows are finite
-  float* sums;                                     // [kWarps, group, kDim]
+  float* sums;                                     // [kWarps, group, kSumPitch]
   float2* stats;                                   // [kWarps, kQueryRows]
   const float* angles;                             // [rows, kDim]
   const unsigned char* head_norms;                 // weights of q's heads, then of k's
 };
 
 __host__ __device__ constexpr int scratch_bytes(int group) {
-  return 2 * kQueryRows * kDim * 2 + kWarps * (group * kDim * 4 + kQueryRows * 8);
+  return 2 * kQueryRows * kDim * 2 + kWarps * (group * kSumPitch * 4 + kQueryRows * 8);
 }
 
 // One head in a warp: lane i has dims 2 i and 2 i + 1, and in `high` those 64 further on.
@@ -111,7 +112,7 @@ struct Head {
   // As another block sent it, normed with `norm` unless that is null. Rounded as separate kernels would.
   __device__ __forceinline__ void receive(const uint4* packets, const unsigned char* norm, float eps,
                                           unsigned flag) {
-    const int lane = threadIdx.x % 32;
+    const int lane = this_thread() % 32;
     const int at[2] = {lane / 2, kDim / 8 + lane / 2};
     uint2 data[2];
     await(data, packets, at, flag);
@@ -132,10 +133,10 @@ struct Head {
 
   // angles: the cosines of half a head, then the sines.
   __device__ __forceinline__ void rotate(const float* angles) {
+    const int lane = this_thread() % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float cosine = angles[threadIdx.x % 32 * 2 + i],
-                  sine = angles[kDim / 2 + threadIdx.x % 32 * 2 + i];
+      const float cosine = angles[lane * 2 + i], sine = angles[kDim / 2 + lane * 2 + i];
       const float first = low[i], second = high[i];
       low[i] = first * cosine - second * sine;
       high[i] = second * cosine + first * sine;
@@ -143,13 +144,14 @@ struct Head {
   }
 
   __device__ __forceinline__ void put(bf16* to) const {
-    reinterpret_cast<uint32_t*>(to)[threadIdx.x % 32] = narrow2(low[0], low[1]);
-    reinterpret_cast<uint32_t*>(to)[32 + threadIdx.x % 32] = narrow2(high[0], high[1]);
+    uint32_t* own = reinterpret_cast<uint32_t*>(to) + this_thread() % 32;
+    own[0] = narrow2(low[0], low[1]);
+    own[32] = narrow2(high[0], high[1]);
   }
 
   // To `row` of a swizzled tile of kQueryRows.
   __device__ __forceinline__ void put_swizzled(unsigned char* tile, int row) const {
-    const int at = threadIdx.x % 32 * 2;
+    const int at = this_thread() % 32 * 2;
     *reinterpret_cast<uint32_t*>(tile + swizzled(kQueryRows, row, at) + at % 8 * 2) = narrow2(low[0], low[1]);
     *reinterpret_cast<uint32_t*>(tile + swizzled(kQueryRows, row, kDim / 2 + at) + at % 8 * 2) =
         narrow2(high[0], high[1]);
@@ -177,7 +179,7 @@ struct Softmax8 {
   // the values of the others must be finite.
   __device__ __forceinline__ void add(uint32_t query, uint32_t keys, uint32_t values, int rows, int at,
                                       int from, int to, float scale_log2) {
-    const int lane = threadIdx.x % 32;
+    const int lane = this_thread() % 32;
     float score[2][2][2] = {};
     const int key_row = at + (lane & 7) + (lane >> 4) * 8, key_column = (lane >> 3 & 1) * 8;
 #pragma unroll
@@ -234,7 +236,7 @@ struct Softmax8 {
 __device__ __forceinline__ void prepare(const StackArguments& args, const StackLayer& layer,
                                         const Scratch& scratch, int row, int context, int kv_head,
                                         bool newest, unsigned flag) {
-  const int warp = threadIdx.x / 32, group = args.heads / args.kv_heads;
+  const int warp = this_thread() / 32, group = args.heads / args.kv_heads;
   const int width = (args.heads + 2 * args.kv_heads) * kDim / 4;
   const uint4* packets = args.qkv + static_cast<long long>(row) * width;
   const float* angles = scratch.angles + row * kDim;
@@ -265,7 +267,7 @@ __device__ __forceinline__ void prepare(const StackArguments& args, const StackL
 
 // As in attention_decode.cu: values of this warp's 16 keys outside [from, to) become zero.
 __device__ __forceinline__ void clear_hidden(unsigned char* values, int at, int from, int to) {
-  for (int i = threadIdx.x % 32; i < 16 * kDim / 8; i += 32) {
+  for (int i = this_thread() % 32; i < 16 * kDim / 8; i += 32) {
     const int key = i % 16, column = i / 16 * 8;
     if (key < from || key >= to)
       *reinterpret_cast<uint4*>(values + swizzled(kKeys, at + key, column)) = make_uint4(0, 0, 0, 0);
@@ -279,7 +281,8 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
                                        unsigned char* shared, const Scratch& scratch, int row,
                                        const Piece& piece, int kv_head, int first, int count, bool second,
                                        unsigned flag) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
+  const int thread = this_thread(), warp = thread / 32, lane = thread % 32,
+            group = args.heads / args.kv_heads;
   const bool newest = first + count == piece.tiles;
   prepare(args, layer, scratch, row, piece.context, kv_head, newest, flag);
   sync_computing();
@@ -308,7 +311,7 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
   const float all = quad_sum(state.total);
   if (own < group) {
     if (lane % 4 == 0) scratch.stats[warp * kQueryRows + own] = make_float2(state.top, all);
-    float* to = scratch.sums + (warp * group + own) * kDim + lane % 4 * 2;
+    float* to = scratch.sums + (warp * group + own) * kSumPitch + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kDim / 8; ++i)
       *reinterpret_cast<float2*>(to + i * 8) = make_float2(state.out[i][0], state.out[i][1]);
@@ -316,7 +319,7 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
   sync_computing();
   const long long slot = (static_cast<long long>(row) * gridDim.x + blockIdx.x) * 2 + second;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < group * (kDim / 4); i += kComputing) {
+  for (int i = thread; i < group * (kDim / 4); i += kComputing) {
     const int member = i / (kDim / 4), vector = i % (kDim / 4);
     float top = kNone, total = 0.f;
 #pragma unroll
@@ -327,7 +330,7 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
       const float2 one = scratch.stats[w * kQueryRows + member];
       const float by = one.y > 0.f ? exp2_fast(one.x - top) : 0.f;
       const float4 values =
-          reinterpret_cast<const float4*>(scratch.sums + (w * group + member) * kDim)[vector];
+          reinterpret_cast<const float4*>(scratch.sums + (w * group + member) * kSumPitch)[vector];
       total += one.y * by;
       sum[0] += values.x * by, sum[1] += values.y * by, sum[2] += values.z * by, sum[3] += values.w * by;
     }
@@ -354,7 +357,7 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
 __device__ __forceinline__ void combine(const StackArguments& args, const Piece* pieces, float4* scratch,
                                         unsigned flag) {
   constexpr int kPairs = kQuarter / 2, kAtOnce = kComputing / kPairs;
-  const int group = args.heads / args.kv_heads, pair = threadIdx.x % kPairs;
+  const int thread = this_thread(), group = args.heads / args.kv_heads, pair = thread % kPairs;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < args.rows * args.heads * (kDim / kQuarter); unit += gridDim.x) {
     const int quarter = unit % (kDim / kQuarter), head = unit / (kDim / kQuarter) % args.heads;
@@ -365,7 +368,7 @@ __device__ __forceinline__ void combine(const StackArguments& args, const Piece*
     if (parts == 1) continue;
     float top = kNone, total = 0.f, sum[2] = {};
 #pragma unroll 1
-    for (int part = threadIdx.x / kPairs; part < parts; part += kAtOnce) {
+    for (int part = thread / kPairs; part < parts; part += kAtOnce) {
       const long long slot = (static_cast<long long>(row) * gridDim.x + first_block + part) * 2 +
                              (part == 0 && head_start != first_block * piece.size);
       const uint4* packets = args.parts + (slot * group + head % group) * kPartPitch;
@@ -381,9 +384,9 @@ __device__ __forceinline__ void combine(const StackArguments& args, const Piece*
       sum[0] = sum[0] * shrink + __uint_as_float(data[0].x) * by;
       sum[1] = sum[1] * shrink + __uint_as_float(data[0].y) * by;
     }
-    scratch[threadIdx.x] = make_float4(top, total, sum[0], sum[1]);
+    scratch[thread] = make_float4(top, total, sum[0], sum[1]);
     sync_computing();
-    if (threadIdx.x < 32) {
+    if (thread < 32) {
       float best = kNone;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) best = fmaxf(best, scratch[i * kPairs + pair].x);
@@ -396,7 +399,7 @@ __device__ __forceinline__ void combine(const StackArguments& args, const Piece*
       }
       const float by = whole > 0.f ? 1.f / whole : 0.f;
       const uint32_t mine = narrow2(low * by, high * by), other = __shfl_down_sync(0xFFFFFFFFu, mine, 1);
-      if (threadIdx.x < kPairs && pair % 2 == 0)
+      if (thread < kPairs && pair % 2 == 0)
         store_packet(args.attended + (static_cast<long long>(row) * args.heads + head) * (kDim / 4) +
                          quarter * (kQuarter / 4) + pair / 2,
                      mine, other, flag);

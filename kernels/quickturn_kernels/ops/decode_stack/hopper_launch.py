@@ -120,7 +120,7 @@ def shared_memory(sizes: Sizes, rows: int, stages: int) -> int:
     """Bytes that the kernel will ask for (as computed in decode_stack.cu)."""
     widest = max(sizes.hidden, sizes.attended, sizes.inner)
     tile = 16 * HEAD_DIM * 2
-    scratch = 2 * tile + 8 * (sizes.group * HEAD_DIM * 4 + 16 * 8)
+    scratch = 2 * tile + 8 * (sizes.group * (HEAD_DIM + 8) * 4 + 16 * 8)
     return (
         1024
         + stages * SLOT_BYTES
