@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "stored", "int8", "int4"]
+Quantization = Literal["auto", "none", "stored", "int8", "int4", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 StateDtype = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 
@@ -34,8 +35,12 @@ class EngineConfig:
     dtype: DtypeName = "auto"
     device: str = "auto"
     load_format: LoadFormat = "auto"
-    quantization: Quantization = "none"
-    """Matrices in fewer bits. `stored`: as a GGUF file has them (Q8_0, Q4_0, Q4_1), which loses nothing."""
+    quantization: Quantization = "auto"
+    """Matrices in fewer bits. `stored`: as the checkpoint has them (GGUF's Q8_0, Q4_0, Q4_1; fp8), which
+    loses nothing. `auto`: fp8 ones as they are stored where the device multiplies such, all else
+    dequantised."""
+    kv_cache_dtype: KvCacheDtype = "auto"
+    """Of keys and values in the cache; `auto` is the model's, `fp8` is e4m3."""
     memory: int | None = None
     """Bound of the cache arena in bytes."""
     block_tokens: int = 64

@@ -1,5 +1,7 @@
 """The bytes of the cache: one allocation, seen by every layer through strided views."""
 
+from collections.abc import Mapping
+
 import torch
 
 from quickturn.cache.layout import ArenaLayout, CacheGroup, GroupLayout, StateGroup
@@ -14,15 +16,34 @@ class Arena:
     first written.
     """
 
-    def __init__(self, layout: ArenaLayout, device: torch.device) -> None:
-        """Allocate `layout.total_bytes` bytes. Raises MemoryError that says what to lower."""
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        device: torch.device,
+        scales: Mapping[int, tuple[float, float]] | None = None,
+    ) -> None:
+        """Allocate `layout.total_bytes` bytes. `scales`: of keys and values in e4m3, by decoder layer, 1 for
+        others. Raises MemoryError that says what to lower.
+        """
         self.layout = layout
+        self._scales = {} if scales is None or layout.dtypes.kv != torch.float8_e4m3fn else scales
         try:
             self._bytes = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise MemoryError(
                 f"no room for a cache of {layout.total_bytes / 2**30:.2f} GiB on {device}; lower --memory"
             ) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self._bytes.device
+
+    def block_bytes(self, group: int) -> torch.Tensor:
+        """The bytes of a group's blocks, all layers: uint8 [num_blocks, bytes of a block]."""
+        laid = self.layout.groups[group]
+        blocks = self.layout.num_slabs * laid.blocks_per_slab
+        return self._bytes.as_strided((blocks, laid.block_stride), (laid.block_stride, 1))
 
     def layer_caches(self) -> tuple[AnyCache, ...]:
         """The view of every decoder layer, in layer order."""
@@ -33,17 +54,19 @@ class Arena:
                 if isinstance(laid.group, StateGroup):
                     views[layer] = self._state(laid, laid.group, place, states)
                 else:
-                    views[layer] = self._keys_and_values(laid, laid.group, place, index)
+                    views[layer] = self._keys_and_values(laid, laid.group, place, index, layer)
             states += laid.group.kind == "state"
         return tuple(views[layer] for layer in sorted(views))
 
-    def _keys_and_values(self, laid: GroupLayout, group: CacheGroup, place: int, index: int) -> LayerCache:
+    def _keys_and_values(
+        self, laid: GroupLayout, group: CacheGroup, place: int, index: int, layer: int
+    ) -> LayerCache:
         dtype, tokens = self.layout.dtypes.kv, self.layout.block_tokens
         row = group.kv_heads * group.head_dim
         shape = (tokens, group.kv_heads, group.head_dim)
         part = tokens * row * dtype.itemsize
         k, v = (self._view(laid, dtype, (place * 2 + half) * part, shape) for half in (0, 1))
-        return LayerCache(index, k, v)
+        return LayerCache(index, k, v, *self._scales.get(layer, (1.0, 1.0)))
 
     def _state(self, laid: GroupLayout, group: StateGroup, place: int, index: int) -> LayerState:
         dtypes = self.layout.dtypes

@@ -10,12 +10,14 @@ class LayerCache:
     """An attention layer's view of the arena.
 
     `group`: index of its cache group. `k`, `v`: `[num_blocks, block_tokens, kv_heads, head_dim]`, strided (a
-    block holds all layers of its group).
+    block holds all layers of its group). `k_scale`, `v_scale`: what they were divided by, if they are e4m3.
     """
 
     group: int
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def offline(
     model: options.Model = "embedded",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    quantization: options.Quantize = "none",
+    quantization: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCache = "auto",
     memory: options.Memory = "1GiB",
     prefill: Annotated[str, typer.Option(help="prompt lengths")] = "512,2048",
     decode: Annotated[str, typer.Option(help="batch sizes")] = "1,8",
@@ -53,7 +54,12 @@ def offline(
     if peer not in ("", "transformers"):
         raise typer.BadParameter(f"no peer {peer!r}; there is 'transformers'")
     config = options.engine_config(
-        model, dtype=dtype, device=device, quantization=quantization, memory=memory
+        model,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        memory=memory,
     )
     resolve(config.model)
     lengths, batches = _numbers(prefill), _numbers(decode)
@@ -93,7 +99,8 @@ def _transformers(
 def latency(
     model: options.Model = "embedded",
     load_format: options.Format = "auto",
-    quantization: options.Quantize = "none",
+    quantization: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCache = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     memory: options.Memory = "",
@@ -117,6 +124,7 @@ def latency(
         model,
         load_format=load_format,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=device,
         memory=memory,
@@ -165,7 +173,8 @@ def latency(
 def throughput(
     model: options.Model = "embedded",
     load_format: options.Format = "auto",
-    quantization: options.Quantize = "none",
+    quantization: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCache = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     memory: options.Memory = "",
@@ -190,6 +199,7 @@ def throughput(
         model,
         load_format=load_format,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         device=device,
         memory=memory,

@@ -37,7 +37,8 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.Format = "auto",
-    quantization: options.Quantize = "none",
+    quantization: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCache = "auto",
     max_context: options.MaxContext = None,
     core: options.Core = DEFAULT_CORE,
 ) -> None:
@@ -49,6 +50,7 @@ def chat(
         device=device,
         load_format=load_format,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         max_context=max_context,
         max_requests=8,
     )

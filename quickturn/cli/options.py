@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from quickturn.config import DtypeName, EngineConfig, LoadFormat, Quantization, parse_size
+from quickturn.config import DtypeName, EngineConfig, KvCacheDtype, LoadFormat, Quantization, parse_size
 from quickturn.files.resolve import EMBEDDED
 
 
@@ -43,8 +43,15 @@ Format = Annotated[
 Quantize = Annotated[
     str,
     typer.Option(
-        help="Matrices in fewer bits: none, stored (as the file has them), int8, int4.",
+        help="Matrices in fewer bits: none, stored (as the file has them), fp8, int8, int4. auto: fp8 stays"
+        " where the GPU multiplies it.",
         callback=_one_of(Quantization),
+    ),
+]
+KvCache = Annotated[
+    str,
+    typer.Option(
+        help="Keys and values in the cache: auto (the model's dtype) or fp8.", callback=_one_of(KvCacheDtype)
     ),
 ]
 Memory = Annotated[

@@ -60,10 +60,11 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
             f" device's memory ({str(error).splitlines()[0]})"
         ) from error
     memory = default_memory(device) if config.memory is None else config.memory
+    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else info.dtype
     layout = plan_arena(
         model.cache_groups(),
         block_tokens=config.block_tokens,
-        dtypes=CacheDtypes(kv=info.dtype, state=STATE_DTYPES[config.state_dtype], conv=info.dtype),
+        dtypes=CacheDtypes(kv=kv_dtype, state=STATE_DTYPES[config.state_dtype], conv=info.dtype),
         memory=memory,
         slab_bytes=config.slab_bytes,
     )
@@ -76,6 +77,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
         max_requests=config.max_requests,
         max_context=max_context,
         vocab_size=model.vocab_size,
+        cache_scales=info.cache_scales,
     )
     if device.type == "cuda" and config.graphs:
         runner.capture_graphs(lambda done, total: progress(LoadProgress("recording graphs", done, total)))

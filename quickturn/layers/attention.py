@@ -75,6 +75,8 @@ class Attention:
                 k_weight=self.k_norm,
                 eps=self.eps,
                 window=self.window,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
                 max_context_len=batch.max_context_len,
                 settled=True,
             )
@@ -90,6 +92,8 @@ class Attention:
             q_weight=self.q_norm,
             k_weight=self.k_norm,
             eps=self.eps,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
         )
         if batch.decode is None:
             return self._prefill(q, batch)
@@ -111,6 +115,8 @@ class Attention:
             window=self.window,
             sinks=self.sinks,
             softcap=self.softcap,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
             max_context_len=batch.max_context_len,
         )
 
@@ -129,5 +135,7 @@ class Attention:
             window=self.window,
             sinks=self.sinks,
             softcap=self.softcap,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
             max_context_len=batch.max_context_len,
         )

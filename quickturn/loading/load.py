@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from quickturn_kernels import LinearWeight
 
-from quickturn.config import EngineConfig
+from quickturn.config import EngineConfig, Quantization
 from quickturn.files.errors import LoadError
 from quickturn.files.resolve import ModelFiles, resolve
 from quickturn.loading.checkpoint import SafetensorsSource, read_config
 from quickturn.loading.dtype import resolve_dtype
 from quickturn.loading.dummy import DummySource
+from quickturn.loading.fp8 import Fp8Source
 from quickturn.loading.mxfp4 import MxfpSource
 from quickturn.loading.parameters import load_parameters
 from quickturn.loading.source import RenamedSource, TensorSource
 from quickturn.models.base import Architecture, Model, build
-from quickturn.models.config import text_config
+from quickturn.models.config import stored_in_fp8, text_config
 from quickturn.models.registry import architecture_of
 
 Progress = Callable[[str, int, int], None]
@@ -32,8 +33,9 @@ class LoadedInfo:
     """What was loaded.
 
     `config` is the Hugging Face config (for GGUF: made from its metadata). `max_context`: tokens that
-    positions reach. `stop_token_ids`: end-of-sequence tokens of config and generation config. `weight_bytes`
-    counts a tied weight once.
+    positions reach. `stop_token_ids`: end-of-sequence tokens of config and generation config.
+    `weight_bytes` counts a tied weight once. `cache_scales`: of keys and values in a cache in e4m3, of the
+    decoder layers that the checkpoint states them for.
     """
 
     files: ModelFiles
@@ -44,6 +46,7 @@ class LoadedInfo:
     parameters: int
     weight_bytes: int
     seconds: float
+    cache_scales: dict[int, tuple[float, float]]
 
 
 def load_model(
@@ -60,20 +63,20 @@ def load_model(
     architecture = architecture_of(hf)
     specs = architecture.weights()
     max_context = _max_context(architecture, config.max_context)
+    dtype = resolve_dtype(config.dtype, device)
+    quantization = _quantization(config, files, hf, dtype, device)
     if source is None:
         source = DummySource(specs, config.seed)
     else:
         source = MxfpSource(RenamedSource(source, architecture.prefixes, architecture.ignored))
-    dtype = resolve_dtype(config.dtype, device)
-    if config.quantization != "none" and dtype != torch.bfloat16:
-        raise ValueError(f"quantization {config.quantization} computes in bfloat16, but the dtype is {dtype}")
+    source = Fp8Source(source)
     label = f"loading {files.name}"
 
     def report(done: int, total: int) -> None:
         if progress is not None:
             progress(label, done * dtype.itemsize, total * dtype.itemsize)
 
-    parameters = load_parameters(specs, source, dtype, device, report, config.quantization)
+    parameters = load_parameters(specs, source, dtype, device, report, quantization)
     model = build(architecture, parameters, max_context, device)
     tied = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     count = sum(spec.rows * (spec.columns or 1) for spec in specs) - tied
@@ -87,8 +90,27 @@ def load_model(
         parameters=count,
         weight_bytes=sum(held.values()),
         seconds=time.perf_counter() - started,
+        cache_scales=source.cache_scales(),
     )
     return model, info
+
+
+def _quantization(
+    config: EngineConfig, files: ModelFiles, hf: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> Quantization:
+    """How matrices are kept, `auto` resolved. Raises ValueError for formats that the dtype doesn't go
+    with.
+    """
+    fp8 = stored_in_fp8(text_config(hf))
+    chosen = config.quantization
+    if chosen == "auto":
+        fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        chosen = "stored" if fp8 and fast else "none"
+    gguf = chosen == "stored" and files.path.is_file()
+    if (gguf or chosen in ("int8", "int4")) and dtype != torch.bfloat16:
+        raise ValueError(f"quantization {chosen} computes in bfloat16, but the dtype is {dtype}")
+    # Random weights have no stored form: they are made in the one that the config states.
+    return "fp8" if chosen == "stored" and fp8 and files.format == "dummy" else chosen
 
 
 def _open(files: ModelFiles) -> tuple[TensorSource | None, dict[str, Any]]:

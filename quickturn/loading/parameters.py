@@ -16,7 +16,9 @@ from quickturn_kernels import LinearWeight, prepare_linear
 
 from quickturn.config import Quantization
 from quickturn.files.errors import LoadError
+from quickturn.loading.fp8 import Fp8Source
 from quickturn.loading.source import TensorSource
+from quickturn.parallel.placement import Replicate
 from quickturn.parallel.weights import WeightSpec, stored_shape
 
 Progress = Callable[[int, int], None]
@@ -56,6 +58,10 @@ def load_parameters(
 
     def load(spec: WeightSpec) -> torch.Tensor | LinearWeight:
         matrix = spec.use == "linear" or spec.name in heads
+        if matrix and quantization in ("stored", "fp8") and isinstance(source, Fp8Source):
+            kept = source.kept(spec, device)
+            if kept is not None:
+                return kept
         quantize = _format(spec, source, quantization) if matrix else None
         # From float32, so that the numbers of a file that is quantised alike come back exactly.
         tensor = read(spec, source, dtype if quantize is None else torch.float32, device)
@@ -138,12 +144,15 @@ def check_names(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...
 
 def _format(
     spec: WeightSpec, source: TensorSource, quantization: Quantization
-) -> Literal["int8", "int4"] | None:
+) -> Literal["int8", "int4", "fp8"] | None:
     """How the kernels keep a matrix; fused tensors that are stored unlike each other are dequantised."""
     if quantization == "stored":
         kept = {source.stored_bits(segment.tensor) for segment in spec.segments}
         return kept.pop() if len(kept) == 1 else None
-    return None if quantization == "none" else quantization
+    if quantization == "fp8":
+        # As published checkpoints do: neither the head nor routers, which are small and decide much.
+        return None if spec.axis == "vocab" or spec.placement == Replicate() else "fp8"
+    return quantization if quantization in ("int8", "int4") else None
 
 
 def _some(items: Sequence[str]) -> str:

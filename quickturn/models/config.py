@@ -114,12 +114,46 @@ def _refuse_unsupported(hf: HfConfig, mixture: bool) -> None:
             raise UnsupportedModelError(
                 f"mixture-of-experts layers ({key}={hf[key]}) are not supported for this family"
             )
-    quantization = hf.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
+    if hf.get("quantization_config"):
+        _refuse_quantization(hf["quantization_config"])
+
+
+def stored_in_fp8(hf: HfConfig) -> bool:
+    """Whether a config says that the checkpoint has matrices in 8-bit floats."""
+    return bool(hf.get("quantization_config")) and _fp8_trouble(hf["quantization_config"]) is None
+
+
+def _refuse_quantization(quantization: Mapping[str, Any]) -> None:
+    trouble = _fp8_trouble(quantization)
+    if trouble is not None:
         raise UnsupportedModelError(
-            f"checkpoints quantised with {method!r} are not supported; take a bf16, f16 or f32 one, or GGUF"
+            f"checkpoints quantised with {trouble} are not supported; take one in fp8 (e4m3), bf16, f16 or"
+            " f32, or GGUF"
         )
+
+
+def _fp8_trouble(quantization: Mapping[str, Any]) -> str | None:
+    """None for the kinds of fp8 that are read, else what is unlike them."""
+    method = quantization.get("quant_method", "unknown")
+    match method:
+        case "fp8":
+            block = quantization.get("weight_block_size")
+            fmt = quantization.get("fmt", "e4m3")
+            if fmt == "e4m3" and block in (None, [128, 128], (128, 128)):
+                return None
+            return f"fp8 of format {fmt} in blocks of {block}"
+        case "modelopt":
+            algorithm = str(quantization.get("quant_algo", "unknown"))
+            return None if algorithm.startswith("FP8") else f"modelopt's {algorithm}"
+        case "compressed-tensors":
+            groups = dict(quantization.get("config_groups") or {}).values()
+            schemes = [group.get("weights") or {} for group in groups]
+            if schemes and all(
+                scheme.get("type") == "float" and scheme.get("num_bits") == 8 for scheme in schemes
+            ):
+                return None
+            return f"compressed-tensors' {quantization.get('format')}"
+    return repr(method)
 
 
 def window_layers(hf: HfConfig) -> tuple[int, ...]:

@@ -1,0 +1,152 @@
+"""Checkpoints in 8-bit floating point: matrices in e4m3 beside their scales, as `quantization_config` with
+`quant_method` fp8, compressed-tensors or modelopt has them.
+
+A matrix `X` comes with `X_scale_inv` (DeepSeek, Qwen: a scale for each block of 128 x 128) or `X_scale`
+(one for the whole, one a row, or blocks); an element is worth `e4m3 * scale`, whatever the name says.
+Scales of activations (`input_scale`) are left out: they are taken as they come, or scaled by what they are.
+Scales of a cache in e4m3 are `k_scale` and `v_scale` of a decoder layer's attention.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from quickturn_kernels import LinearWeight
+from quickturn_kernels.ops.linear import prepare_fp8_linear
+from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8, dequantize
+
+from quickturn.loading.source import TensorSource, take
+from quickturn.parallel.weights import Cut, Segment, WeightSpec
+
+_CACHE_SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale")
+_ACTIVATION_SCALES = (".input_scale", ".q_scale", ".prob_scale", ".kv_scale")
+
+
+class Fp8Source:
+    """A source in which an e4m3 matrix and its scale are one tensor, of floats or as they are (`kept`)."""
+
+    def __init__(self, source: TensorSource) -> None:
+        """Sources without such matrices are left as they are."""
+        self._source = source
+        shapes = dict(source.shapes())
+        self._scales: dict[str, str] = {}
+        for name in list(shapes):
+            for ending in ("_scale_inv", "_scale"):
+                whole = name.removesuffix(ending)
+                if whole != name and whole in shapes:
+                    self._scales[whole] = name
+        cache_scales = {name: match for name in shapes if (match := _CACHE_SCALE.search(name))}
+        self._cache_scales = {(int(match[1]), match[2]): name for name, match in cache_scales.items()}
+        hidden = {*self._scales.values(), *cache_scales}
+        self._shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if name not in hidden and not (self._scales and name.endswith(_ACTIVATION_SCALES))
+        }
+        self._scale_shapes = {name: shapes[scale] for name, scale in self._scales.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor but the scales."""
+        return self._shapes
+
+    def stored_bits(self, name: str) -> Literal["int8", "int4"] | None:
+        """As the source says; None for e4m3."""
+        return None if name in self._scales else self._source.stored_bits(name)
+
+    def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
+        """As the source does; matrices in e4m3 are dequantised in float32 and rounded once."""
+        if name not in self._scales:
+            self._source.read_into(name, out, cut)
+            return
+        shape = self._shapes[name]
+        stored, scale = self._stored(name, out.device), self.scale(name, out.device)
+        full = torch.empty(shape, dtype=out.dtype if cut is None else torch.float32, device=out.device)
+        if len(shape) == 2:
+            dequantize(stored, scale, full)
+        else:
+            for matrix, by, target in zip(stored, scale, full, strict=True):
+                dequantize(matrix, by, target)
+        out.copy_(full if cut is None else take(full, cut).reshape(out.shape))
+
+    def scale(self, name: str, device: torch.device) -> torch.Tensor:
+        """The scale of a matrix in e4m3, in float32: [1], [rows] or [blocks, blocks]."""
+        scale = torch.empty(self._scale_shapes[name], dtype=torch.float32, device=device)
+        self._source.read_into(self._scales[name], scale)
+        if scale.numel() == 1:
+            return scale.reshape(1)
+        return scale[:, 0] if scale.shape == (self._shapes[name][0], 1) else scale
+
+    def kept(self, spec: WeightSpec, device: torch.device) -> LinearWeight | None:
+        """A matrix laid out in e4m3 with all the bits that the checkpoint has; None where a part of it is
+        stored in another way, or where the blocks of its parts don't meet the blocks of the whole.
+        """
+        if any(segment.tensor not in self._scales for segment in spec.segments):
+            return None
+        if spec.columns is None or spec.wide or spec.offset or spec.stack:
+            return None
+        scales: list[torch.Tensor] = []
+        row = 0
+        for segment in spec.segments:
+            scale = self._segment_scale(segment, spec.columns, row, device)
+            if scale is None or (scales and scales[0].ndim != scale.ndim):
+                return None
+            scales.append(scale)
+            row += segment.rows
+        weight = torch.empty((spec.rows, spec.columns), dtype=torch.uint8, device=device).view(FP8)
+        row = 0
+        for segment in spec.segments:
+            self._source.read_into(segment.tensor, weight[row : row + segment.rows], segment.cut)
+            row += segment.rows
+        return prepare_fp8_linear(weight, torch.cat(scales))
+
+    def cache_scales(self) -> dict[int, tuple[float, float]]:
+        """What keys and values of each decoder layer are divided by in a cache in e4m3, where it's stated."""
+        found = {}
+        for layer in {layer for layer, _ in self._cache_scales}:
+            pair = [torch.ones(1), torch.ones(1)]
+            for which, scale in zip("kv", pair, strict=True):
+                name = self._cache_scales.get((layer, which))
+                if name is not None:
+                    self._source.read_into(name, scale.view(self._source.shapes()[name]))
+            found[layer] = (pair[0].item(), pair[1].item())
+        return found
+
+    def _stored(self, name: str, device: torch.device) -> torch.Tensor:
+        stored = torch.empty(self._shapes[name], dtype=torch.uint8, device=device).view(FP8)
+        self._source.read_into(name, stored)
+        return stored
+
+    def _segment_scale(
+        self, segment: Segment, columns: int, start: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """The scales of a segment's rows, [rows] or of blocks; `start`: its first row in the whole."""
+        rows = _rows_of(segment, self._shapes[segment.tensor])
+        if rows is None:
+            return None
+        scale = self.scale(segment.tensor, device)
+        if scale.numel() == 1:
+            return scale.expand(segment.rows)
+        if scale.ndim == 1:
+            return scale[rows.to(device)]
+        if start % BLOCK or scale.shape[1] != -(-columns // BLOCK):
+            return None
+        blocks = []
+        for block in torch.split(rows, BLOCK):
+            first = int(block[0])
+            if first % BLOCK or not torch.equal(block, torch.arange(first, first + len(block))):
+                return None
+            blocks.append(first // BLOCK)
+        return scale[blocks]
+
+
+def _rows_of(segment: Segment, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Which rows of its tensor a segment takes, in order; None if it takes anything but whole rows."""
+    if len(shape) != 2:
+        return None
+    if segment.cut is None:
+        return torch.arange(shape[0])
+    cut = segment.cut
+    if cut.swapped or cut.view[-1] != shape[1] or cut.at[-1] != (0, shape[1], 1):
+        return None
+    return take(torch.arange(shape[0])[:, None].expand(shape), cut)[..., 0].reshape(-1)
