@@ -29,15 +29,23 @@ constexpr int kMaxSplit = 8;
 // long, and only other warpgroups fill the waits. One more requests.
 __host__ __device__ constexpr int groups_of(int columns, int products) {
   if (columns <= 16) return 4;
-  if (columns == 32) return products <= 2 ? 4 : 3;
+  if (columns == 32) return products == 1 ? 4 : 3;
   return products == 1 ? 3 : 2;
 }
 
-// Registers of a thread that multiplies; the requesting warpgroup's go to them.
+// Registers of a thread that multiplies. The requesting warpgroup gives up its own for them: together they
+// must not be more than all had at the start, or the threads wait forever.
 __host__ __device__ constexpr int registers_of(int groups) {
-  return groups == 4 ? 112 : groups == 3 ? 152 : 232;
+  return groups == 4 ? 104 : groups == 3 ? 152 : 232;
 }
 constexpr int kRequestingRegisters = 40;
+
+// A block of one warpgroup more than `groups` starts with equal shares of 65,536, in steps of 8.
+constexpr bool registers_suffice(int groups) {
+  return groups * registers_of(groups) + kRequestingRegisters <=
+         (groups + 1) * (65536 / (groups + 1) / 128 / 8 * 8);
+}
+static_assert(registers_suffice(2) && registers_suffice(3) && registers_suffice(4));
 
 struct Arguments {
   void* out;                  // [rows, features], of x's type or float32

@@ -140,7 +140,7 @@ def groups_of(rows: int, tile_rows: int) -> int:
     if rows <= 16:
         return 4
     if rows <= 32:
-        return 4 if products <= 2 else 3
+        return 4 if products == 1 else 3
     return 3 if products == 1 else 2
 
 
