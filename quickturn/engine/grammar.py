@@ -6,6 +6,7 @@ refused, and when every thread is kept like that, further grammars are refused a
 """
 
 import queue
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from quickturn.sampling_params import Constraint
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar, TokenizerInfo
+    from xgrammar import CompiledGrammar, Grammar, TokenizerInfo
 
 MAX_SOURCE = 1 << 20
 _MAX_THREADS = 4
@@ -137,7 +138,7 @@ class GrammarPool:
             if self._info is None:
                 self._info = self._tokenizer()
         compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        return compiler.compile_structural_tag(source)
+        return compiler.compile_grammar(grammar_of(source))
 
 
 @dataclass
@@ -148,8 +149,30 @@ class _Job:
     given_up: bool = False
 
 
+_LOOSE_CHARACTER = r"([^\"\\\r\n])"
+_JSON_CHARACTER = r'([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt])'
+
+
+_SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
+
+
+def grammar_of(source: str) -> "Grammar":
+    """The grammar of a structural tag. Strings of bounded length get JSON's own characters: xgrammar (0.2.9)
+    lets control characters into them, and no escapes.
+    """
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_structural_tag(source)
+    text = str(grammar)
+    if _LOOSE_CHARACTER not in text:
+        return grammar
+    # It also prints characters as '\\xdf', and reads a letter that follows as a third digit.
+    text = _SHORT_ESCAPE.sub(r"\1\\u00\2", text.replace(_LOOSE_CHARACTER, _JSON_CHARACTER))
+    return xgrammar.Grammar.from_ebnf(text)
+
+
 def tokenizer_info(model: str, vocab_size: int, stop_ids: Sequence[int]) -> "TokenizerInfo":
-    """The vocabulary as grammars see it: bytes a token; control tokens have none, so that no text matches
+    """The vocabulary as grammars see it: bytes a token; special tokens have none, so that no text matches
     them.
     """
     import xgrammar
@@ -158,8 +181,8 @@ def tokenizer_info(model: str, vocab_size: int, stop_ids: Sequence[int]) -> "Tok
 
     tokenizer = load_tokenizer(model)
     vocabulary = tokenizer.vocabulary
-    control = tokenizer.backend.get_added_tokens_decoder()
-    tokens = [b"" if index in control else vocabulary.token_bytes(index) for index in range(vocab_size)]
+    special = vocabulary.special_ids
+    tokens = [b"" if index in special else vocabulary.token_bytes(index) for index in range(vocab_size)]
     ends = sorted({*stop_ids, *tokenizer.eos_ids})
     return xgrammar.TokenizerInfo(
         tokens,

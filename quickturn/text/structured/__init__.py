@@ -1,0 +1,1 @@
+"""What an answer has to look like: schemas, patterns and tools as grammars."""
