@@ -18,6 +18,7 @@ from quickturn.server.gate import Gate
 from quickturn.server.openai_chat import chat_completions
 from quickturn.server.openai_completions import completions
 from quickturn.server.openai_responses import response_input, responses, stored_response
+from quickturn.server.openapi import openapi
 from quickturn.server.state import ServerState
 from quickturn.server.status_pages import health, live, metrics, models
 from quickturn.server.streaming import ClientGone
@@ -40,6 +41,7 @@ ROUTES = [
     Route("/health", health, methods=["GET"]),
     Route("/health/live", live, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
+    Route("/openapi.json", openapi, methods=["GET"]),
     Route("/", page, methods=["GET"]),
     Route("/dashboard/state", dashboard_state, methods=["GET"]),
     Route("/dashboard/{name}", static_file, methods=["GET"]),
