@@ -173,10 +173,7 @@ def decode(rows: int, state_dtype: torch.dtype) -> dict[str, Any]:
     forms: dict[str, tuple[Callable[[int], Tensor], dict[str, str]]] = {
         "portable": (made.op, {"gated_delta_step": "reference", "*": "triton"}),
         "recurrence_portable": (made.recurrence, {"*": "triton"}),
-        **{
-            f"step_{columns}": (lambda layer, c=columns: made.step(layer, c), {})
-            for columns in (0, 32, 64, 128)
-        },
+        **{f"step_{columns}": (lambda layer, c=columns: made.step(layer, c), {}) for columns in (0, 64, 128)},
         "step": (made.step, {}),
     }
     for name, (form, names) in forms.items():

@@ -14,7 +14,7 @@ constexpr int kThreads = 128;
 constexpr int kChannels = 8;  // of a thread
 constexpr int kWidth = 4;
 constexpr int kTaps = kWidth - 1;
-constexpr int kAhead = 4;  // tokens in flight
+constexpr int kAhead = 8;  // tokens in flight, a multiple of kWidth
 
 __device__ __forceinline__ bf16 element(const uint4& packed, int i) {
   const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
@@ -60,7 +60,7 @@ __device__ __forceinline__ void join_state(const uint4 (&inputs)[kTaps], uint4 (
 
 // Grid: (slots of kTokens tokens, parts of the channels). Row r's slots begin at query_start[r] / kTokens +
 // r.
-__global__ void __launch_bounds__(kThreads) causal_conv(const CausalConvArguments args) {
+__global__ void __launch_bounds__(kThreads, 4) causal_conv(const CausalConvArguments args) {
   const int* starts = static_cast<const int*>(args.query_start);
   const int slot = blockIdx.x;
   int row = 0, above = args.rows;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) causal_conv(const CausalConvArgument
       if (base + i < end) fresh[i] = x[(base + i) * pitch];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      // The window turns instead of moving: kAhead is kWidth, so every index is a constant.
+      // The window turns instead of moving: kAhead is a multiple of kWidth, so every index is a constant.
       widen8(fresh[i], window[(i + kTaps) % kWidth]);
       float sum[kChannels];
 #pragma unroll

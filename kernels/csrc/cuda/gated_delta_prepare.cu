@@ -148,7 +148,7 @@ struct PrepareMaps {
 };
 
 // Grid: (slots, k heads).
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 4)
     gated_delta_prepare(const GatedDeltaPrepareArguments args, const __grid_constant__ PrepareMaps maps) {
   extern __shared__ char raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw + ((1024 - shared_address(raw) % 1024) % 1024));
@@ -246,9 +246,10 @@ __global__ void __launch_bounds__(128)
       shared.total[member][token] = decay;
       shared.beta[member][token] = beta;
       __syncthreads();
-      if (token >= 32) decay += shared.total[member][31];
-      __syncthreads();
-      shared.total[member][token] = decay;
+      if (token >= 32) {
+        decay += shared.total[member][31];
+        shared.total[member][token] = decay;
+      }
       __syncthreads();
       if (member < here) {
         const float last = shared.total[member][kChunk - 1];
@@ -275,6 +276,12 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
         for (int tile = 0; tile < 8; ++tile) {
           const int column = tile * 8 + quad * 2;
+          uint32_t* const to =
+              reinterpret_cast<uint32_t*>(static_cast<bf16*>(args.scores) + place + row * kChunk + column);
+          if (tile / 2 > warp) {
+            *to = 0;
+            continue;
+          }
           float below[2], seen[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -288,8 +295,7 @@ __global__ void __launch_bounds__(128)
             *reinterpret_cast<float2*>(&shared.diagonal[member][warp][row % 16][column % 16]) =
                 make_float2(below[0], below[1]);
           *reinterpret_cast<uint32_t*>(&shared.lower[member][row][column]) = halves(below[0], below[1]);
-          *reinterpret_cast<uint32_t*>(static_cast<bf16*>(args.scores) + place + row * kChunk + column) =
-              narrow2(seen[0], seen[1]);
+          *to = narrow2(seen[0], seen[1]);
         }
       }
     }

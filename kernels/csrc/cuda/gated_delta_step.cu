@@ -290,8 +290,6 @@ cudaError_t launch(const GatedDeltaStepArguments& args, cudaStream_t stream) {
 template <typename State>
 cudaError_t launch(const GatedDeltaStepArguments& args, int columns, cudaStream_t stream) {
   switch (columns) {
-    case 32:
-      return launch<State, 32, 128>(args, stream);
     case 64:
       return launch<State, 64, 128>(args, stream);
     case 128:
@@ -304,8 +302,9 @@ cudaError_t launch(const GatedDeltaStepArguments& args, int columns, cudaStream_
 }  // namespace
 }  // namespace quickturn
 
-// states float32 or (half_states) bfloat16. columns: of a state, for one thread block: 32, 64 or 128; (128 /
-// columns) * (heads / key_heads) is at most 8. 16-byte aligned states, 8-byte aligned conv_weight. Returns a
+// states float32 or (half_states) bfloat16. columns: of a state, for one thread block: 64 or 128; (128 /
+// columns)
+// * (heads / key_heads) is at most 8. 16-byte aligned states, 8-byte aligned conv_weight. Returns a
 // cudaError_t.
 extern "C" int quickturn_gated_delta_step(const quickturn::GatedDeltaStepArguments* args, int half_states,
                                           int columns, void* stream) {

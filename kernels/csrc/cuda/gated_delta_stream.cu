@@ -14,7 +14,7 @@ namespace {
 constexpr int kDim = 128;
 constexpr int kWidth = 4;
 constexpr int kTaps = kWidth - 1;
-constexpr int kThreads = 256;  // that compute; one more warp loads
+constexpr int kThreads = 256;  // that compute; one more warp loads, one stores
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kDim / kWarps;  // of a state, for a warp; a lane has four columns
 constexpr int kPieces = 4;            // copies that bring a state
@@ -27,9 +27,9 @@ struct Ring {
 };
 
 struct Smem {
-  alignas(16) float mixed[2][(2 + 8) * kDim];  // q, k, and v of up to eight heads; of two items in turn
-  alignas(16) float partial[kWarps][2][kDim];
-  alignas(8) uint64_t barriers[2 * 6];
+  alignas(16) float mixed[2][(2 + 8) * kDim];     // q, k, and v of up to eight heads; of two items in turn
+  alignas(16) float partial[2][kWarps][2][kDim];  // of two states in turn
+  alignas(8) uint64_t barriers[3 * 6];
 };
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
@@ -85,7 +85,7 @@ struct Fetched {
   bf16 taps[kTurns][kWidth];
   uint2 weights[kTurns];
   float bias[kTurns];
-  float a, b;  // of head threadIdx.x % kGroup
+  float a, b, a_log;  // of head threadIdx.x % kGroup
 
   static __device__ __forceinline__ bool has(int turn) {
     return threadIdx.x + turn * kThreads < (2 + kGroup) * kDim;
@@ -113,6 +113,7 @@ struct Fetched {
     a = widen(static_cast<const bf16*>(args.a)[row * args.a_pitch + head]) +
         static_cast<const float*>(args.dt_bias)[head];
     b = widen(static_cast<const bf16*>(args.b)[row * args.b_pitch + head]);
+    a_log = static_cast<const float*>(args.a_log)[head];
   }
 };
 
@@ -146,9 +147,35 @@ __device__ void load_states(const GatedDeltaStepArguments& args, uint32_t ring, 
   }
 }
 
+// Writes the states that have been computed, and gives their slots back.
+template <typename State, int kGroup>
+__device__ void store_states(const GatedDeltaStepArguments& args, uint32_t ring, uint32_t done,
+                             uint32_t empty) {
+  using R = Ring<State>;
+  if (!args.settled) wait_for_predecessors();
+  int tile = 0;
+  for (int item = blockIdx.x; item < args.rows * args.key_heads; item += gridDim.x) {
+    const int row = item / args.key_heads, key_head = item % args.key_heads;
+    const Place place(args, row);
+    if (place.target < 0) continue;
+    for (int member = 0; member < kGroup; ++member, ++tile) {
+      const int slot = tile % R::kSlots;
+      barrier_wait(done + slot * 8, tile / R::kSlots & 1);
+      store_bytes(static_cast<State*>(args.states) + place.target * args.state_block_pitch +
+                      static_cast<long long>(key_head * kGroup + member) * kDim * kDim,
+                  ring + slot * R::kBytes, R::kBytes);
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      barrier_arrive(empty + slot * 8);
+    }
+  }
+  // Shared memory must last until all is written.
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 template <typename State, int kGroup>
 __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* ring, uint32_t full,
-                        uint32_t empty) {
+                        uint32_t done) {
   using R = Ring<State>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane * 4;
   const int items = args.rows * args.key_heads;
@@ -157,6 +184,10 @@ __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* r
   if (blockIdx.x < items)
     next.fetch(args, Place(args, blockIdx.x / args.key_heads), blockIdx.x / args.key_heads,
                blockIdx.x % args.key_heads);
+  float4 weight = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (args.gate != nullptr)
+    weight = args.wide_norm_weight ? load_four(static_cast<const float*>(args.norm_weight) + column)
+                                   : load_four(static_cast<const bf16*>(args.norm_weight) + column);
   int tile = 0, turn_of_mixed = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const long long row = item / args.key_heads;
@@ -195,13 +226,18 @@ __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* r
     const float kk = warp_sum(k4.x * k4.x + k4.y * k4.y + k4.z * k4.z + k4.w * k4.w);
     const float qk = warp_sum(q4.x * k4.x + q4.y * k4.y + q4.z * k4.z + q4.w * k4.w);
     const float q_norm = rsqrtf(qq + kL2Eps) * args.scale, k_norm = rsqrtf(kk + kL2Eps);
+    const float softplus = fmaxf(here.a, 0.f) + log1pf(__expf(-fabsf(here.a)));
+    const float own_decay = __expf(-__expf(here.a_log) * softplus), own_beta = 1.f / (1.f + __expf(-here.b));
 
     for (int member = 0; member < kGroup; ++member, ++tile) {
       const int head = key_head * kGroup + member, slot = tile % R::kSlots;
-      const float x = __shfl_sync(0xFFFFFFFFu, here.a, member);
-      const float softplus = fmaxf(x, 0.f) + log1pf(__expf(-fabsf(x)));
-      const float decay = __expf(-__expf(static_cast<const float*>(args.a_log)[head]) * softplus);
-      const float beta = 1.f / (1.f + __expf(-__shfl_sync(0xFFFFFFFFu, here.b, member)));
+      const float decay = __shfl_sync(0xFFFFFFFFu, own_decay, member);
+      const float beta = __shfl_sync(0xFFFFFFFFu, own_beta, member);
+      const bool writes = warp == tile % kWarps;
+      uint2 gates = {};
+      if (writes && args.gate != nullptr)
+        gates = *reinterpret_cast<const uint2*>(static_cast<const bf16*>(args.gate) + row * args.gate_pitch +
+                                                head * args.gate_head_pitch + column);
       State* state = reinterpret_cast<State*>(ring + slot * R::kBytes) + warp * kRows * kDim + column;
       barrier_wait(full + slot * 8, tile / R::kSlots & 1);
       float4 part[kRows];
@@ -214,14 +250,14 @@ __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* r
             known.w += k * part[i].w;
         seen.x += q * part[i].x, seen.y += q * part[i].y, seen.z += q * part[i].z, seen.w += q * part[i].w;
       }
-      store_four(&smem.partial[warp][0][column], known);
-      store_four(&smem.partial[warp][1][column], seen);
+      store_four(&smem.partial[tile & 1][warp][0][column], known);
+      store_four(&smem.partial[tile & 1][warp][1][column], seen);
       computing_sync();
       known = seen = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int other = 0; other < kWarps; ++other) {
-        const float4 k = load_four(&smem.partial[other][0][column]),
-                     q = load_four(&smem.partial[other][1][column]);
+        const float4 k = load_four(&smem.partial[tile & 1][other][0][column]),
+                     q = load_four(&smem.partial[tile & 1][other][1][column]);
         known.x += k.x, known.y += k.y, known.z += k.z, known.w += k.w;
         seen.x += q.x, seen.y += q.y, seen.z += q.z, seen.w += q.w;
       }
@@ -237,38 +273,20 @@ __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* r
                                decay * part[i].z + k * delta.z, decay * part[i].w + k * delta.w));
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      computing_sync();
-      if (threadIdx.x == kThreads - 32) {
-        char* to =
-            reinterpret_cast<char*>(static_cast<State*>(args.states) + place.target * args.state_block_pitch +
-                                    static_cast<long long>(head) * kDim * kDim);
-        store_bytes(to, shared_address(ring + slot * R::kBytes), R::kBytes);
-        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        // The store before has read its slot, or does so now.
-        asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-        if (tile > 0) barrier_arrive(empty + (tile - 1) % R::kSlots * 8);
-      }
-      if (warp == member % (kWarps - 1)) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done + slot * 8);
+      if (writes) {
         float4 result = make_float4(rounded(q_norm * (decay * seen.x + qk * delta.x)),
                                     rounded(q_norm * (decay * seen.y + qk * delta.y)),
                                     rounded(q_norm * (decay * seen.z + qk * delta.z)),
                                     rounded(q_norm * (decay * seen.w + qk * delta.w)));
         if (args.gate != nullptr) {
-          const uint2 gates =
-              *reinterpret_cast<const uint2*>(static_cast<const bf16*>(args.gate) + row * args.gate_pitch +
-                                              head * args.gate_head_pitch + column);
           const float4 gate = load_four(reinterpret_cast<const bf16*>(&gates));
           const float sum =
               warp_sum(result.x * result.x + result.y * result.y + result.z * result.z + result.w * result.w);
           const float by = rsqrtf(sum / kDim + args.eps);
           result.x = rounded(result.x * by), result.y = rounded(result.y * by);
           result.z = rounded(result.z * by), result.w = rounded(result.w * by);
-          float4 weight;
-          if (args.wide_norm_weight) {
-            weight = load_four(static_cast<const float*>(args.norm_weight) + column);
-          } else {
-            weight = load_four(static_cast<const bf16*>(args.norm_weight) + column);
-          }
           result.x *= weight.x, result.y *= weight.y, result.z *= weight.z, result.w *= weight.w;
           if (!args.wide_norm_weight) {
             result.x = rounded(result.x), result.y = rounded(result.y);
@@ -281,30 +299,32 @@ __device__ void compute(const GatedDeltaStepArguments& args, Smem& smem, char* r
       }
     }
   }
-  // Shared memory must last until the copy engine has read it.
-  if (threadIdx.x == kThreads - 32) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 template <typename State, int kGroup>
-__global__ void __launch_bounds__(kThreads + 32, 1) gated_delta_stream(const GatedDeltaStepArguments args) {
+__global__ void __launch_bounds__(kThreads + 64, 1) gated_delta_stream(const GatedDeltaStepArguments args) {
   using R = Ring<State>;
   extern __shared__ char raw[];
   char* ring = raw + (128 - shared_address(raw) % 128) % 128;
   Smem& smem = *reinterpret_cast<Smem*>(ring + R::kSlots * R::kBytes);
-  const uint32_t full = shared_address(smem.barriers), empty = full + R::kSlots * 8;
+  const uint32_t full = shared_address(smem.barriers), empty = full + R::kSlots * 8,
+                 done = empty + R::kSlots * 8;
   let_dependents_start();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < R::kSlots; ++slot) {
       barrier_init(full + slot * 8, 1);
       barrier_init(empty + slot * 8, 1);
+      barrier_init(done + slot * 8, kWarps);
     }
     barrier_init_fence();
   }
   __syncthreads();
   if (threadIdx.x < kThreads)
-    compute<State, kGroup>(args, smem, ring, full, empty);
+    compute<State, kGroup>(args, smem, ring, full, done);
   else if (threadIdx.x == kThreads)
     load_states<State, kGroup>(args, shared_address(ring), full, empty);
+  else if (threadIdx.x == kThreads + 32)
+    store_states<State, kGroup>(args, shared_address(ring), done, empty);
 }
 
 template <typename State, int kGroup>
@@ -319,7 +339,7 @@ cudaError_t launch(const GatedDeltaStepArguments& args, int blocks, cudaStream_t
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads + 32);
+  config.blockDim = dim3(kThreads + 64);
   config.dynamicSmemBytes = kShared;
   config.stream = stream;
   config.attrs = &attribute;

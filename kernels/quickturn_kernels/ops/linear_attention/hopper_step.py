@@ -96,15 +96,13 @@ def _takes_norm(gate: Tensor, norm_weight: Tensor, half: torch.dtype) -> bool:
     )
 
 
-def columns_for(rows: int, heads: int, group: int, units: int) -> int:
-    """Columns of a state for one thread block: few while that fills the multiprocessors, else more."""
-    if rows * heads >= units * group and group in STREAMED_GROUPS:
+def columns_for(rows: int, key_heads: int, group: int, state_dtype: torch.dtype, units: int) -> int:
+    """Columns of a state for one thread block, as measured best: whole states through the ring from a k
+    head a multiprocessor, below that blocks of one head or half a head.
+    """
+    if rows * key_heads >= units and group in STREAMED_GROUPS:
         return STREAMED
-    for columns in (32, 64):
-        parts = HEAD_DIM // columns
-        if parts * group <= MAX_CLUSTER and (columns == 64 or rows * heads * parts <= 2 * units):
-            return columns
-    return HEAD_DIM
+    return HEAD_DIM // 2 if state_dtype == torch.bfloat16 and 2 * group <= MAX_CLUSTER else HEAD_DIM
 
 
 def launch(
@@ -135,7 +133,7 @@ def launch(
     device = qkv.device
     out = torch.empty((rows, heads, HEAD_DIM), dtype=qkv.dtype, device=device)
     if columns is None:
-        columns = columns_for(rows, heads, heads // key_heads, describe(device).units)
+        columns = columns_for(rows, key_heads, heads // key_heads, states.dtype, describe(device).units)
     arguments = _Arguments(
         qkv=qkv.data_ptr(),
         conv_weight=conv_weight.data_ptr(),
