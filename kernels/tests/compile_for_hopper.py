@@ -27,7 +27,8 @@ import quickturn_kernels as kernels
 from quickturn_kernels import registry, triton_common
 from quickturn_kernels.ops.fp8_linear.triton import quantize_groups, quantize_whole_rows
 from quickturn_kernels.ops.linear import PLAIN, prepare_fp8_linear
-from quickturn_kernels.ops.moe.weights import BLOCK_FP8, ExpertWeights
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
+from quickturn_kernels.ops.moe.weights import ExpertWeights
 from quickturn_kernels.platform import ANY
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -211,7 +212,7 @@ def mixture(dtype: torch.dtype) -> None:
     gate_up = torch.empty(1, 1024, 2048).to(stored).expand(256, -1, -1)
     down = torch.empty(1, 2048, 512).to(stored).expand(256, -1, -1)
     scales = (torch.empty(256, 8, 16), torch.empty(256, 16, 4)) if stored != dtype else (None, None)
-    layout = PLAIN if stored == dtype else BLOCK_FP8
+    layout = PLAIN if stored == dtype else FP8_BLOCK
     experts = ExpertWeights(layout, "silu", gate_up, down, None, None, *scales)
     for tokens in (1, 512, 2048, 8192):
         label = f"{str(stored)[6:]} {tokens}"

@@ -8,14 +8,15 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import cuda_build, numerics, platform
+from quickturn_kernels.ops.linear.fp8 import dequantize
 from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped
-from quickturn_kernels.ops.moe.hopper_launch import launch
+from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
 BF16 = torch.bfloat16
 
-SHAPES = [(2048, 512, 256, 8, 512), (2048, 768, 128, 8, 0), (4096, 1536, 16, 4, 2048), (96, 32, 5, 3, 64)]
+SHAPES = [(2048, 512, 256, 8, 512), (2048, 768, 128, 8, 0), (4096, 1536, 16, 4, 2048), (192, 64, 5, 3, 128)]
 """(hidden, inner, experts, top, inner of the shared expert)"""
 
 TOKENS = (1, 2, 7, 8, 9, 24, 33, 64)
@@ -24,6 +25,7 @@ TOKENS = (1, 2, 7, 8, 9, 24, 33, 64)
 @pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 def test_compiles_without_a_gpu() -> None:
     assert cuda_build.library((9, 0)).quickturn_moe_few_tokens is not None
+    assert cuda_build.library((9, 0)).quickturn_moe_fp8_few_tokens is not None
     assert cuda_build.library((9, 0)).quickturn_moe_grouped is not None
 
 
@@ -59,6 +61,38 @@ def _layer(
     )
 
 
+def _fp8(
+    shape: tuple[int, int, int, int, int],
+) -> tuple[ExpertWeights, SharedExpert | None]:
+    """Random e4m3 bytes with random scales."""
+    hidden, inner, experts, _, shared = shape
+
+    def stored(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda").to(torch.float8_e4m3fn)
+
+    def scale(*size: int) -> Tensor:
+        blocks = [-(-side // 128) for side in size[-2:]]
+        return (0.5 + torch.rand(*size[:-2], *blocks, device="cuda")) * size[-1] ** -0.5
+
+    def both(*size: int) -> tuple[Tensor, Tensor]:
+        return stored(*size), scale(*size)
+
+    gate_up, down = both(experts, 2 * inner, hidden), both(experts, hidden, inner)
+    made = kernels.prepare_experts(gate_up[0], down[0], gate_up_scale=gate_up[1], down_scale=down[1])
+    if shared == 0:
+        return made, None
+    gate_up, down = both(2 * shared, hidden), both(hidden, shared)
+    return made, kernels.prepare_shared_expert(
+        gate_up[0], down[0], _random(1, hidden), gate_up_scale=gate_up[1], down_scale=down[1]
+    )
+
+
+def _dequantized(weight: kernels.LinearWeight) -> Tensor:
+    out = torch.empty(weight.shape, dtype=torch.float32, device="cuda")
+    dequantize(*weight.tensors, out)
+    return out.to(BF16)
+
+
 def _off(got: Tensor, want: Tensor) -> float:
     return float(((got.double() - want.double()).norm(dim=1) / want.double().norm(dim=1)).max())
 
@@ -70,11 +104,37 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
     torch.manual_seed(seed + tokens)
     router, experts, shared = _layer(shape)
     x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
+    assert takes(x, experts, shape[3], shared) and takes_router(x, router)
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, shared=shared)
     with kernels.use(moe_block="hopper"):
         got = kernels.moe_block(x, router, experts, shared=shared)
         assert torch.equal(got, kernels.moe_block(x, router, experts, shared=shared))
+    assert _off(got, want) < 1.2e-2
+
+
+@needs_hopper
+@pytest.mark.parametrize("tokens", [1, 5, 12, 40, 64])
+@pytest.mark.parametrize(
+    "shape", [(2048, 512, 64, 8, 512), (4096, 1536, 8, 4, 0), (384, 128, 5, 3, 256), (1152, 1152, 4, 1, 128)]
+)
+def test_fp8_against_the_reference(shape: tuple[int, int, int, int, int], tokens: int, seed: int) -> None:
+    torch.manual_seed(seed + tokens)
+    experts, shared = _fp8(shape)
+    x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
+    weights, chosen = kernels.route(torch.randn(tokens, shape[2], device="cuda"), shape[3])
+    assert takes(x, experts, shape[3], shared)
+    plain = None
+    if shared is not None:
+        # The op for a dense fp8 product may round x to fp8; the experts' products don't.
+        plain = kernels.prepare_shared_expert(
+            _dequantized(shared.gate_up), _dequantized(shared.down), shared.gate
+        )
+    with kernels.use(moe="reference"):
+        want = kernels.moe(x, experts, weights, chosen, shared=plain)
+    with kernels.use(moe="hopper"):
+        got = kernels.moe(x, experts, weights, chosen, shared=shared)
+        assert torch.equal(got, kernels.moe(x, experts, weights, chosen, shared=shared))
     assert _off(got, want) < 1.2e-2
 
 
@@ -89,7 +149,7 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
 )
 def test_rules_and_biases(routing: kernels.Routing, seed: int) -> None:
     torch.manual_seed(seed)
-    shape = (256, 96, 40, routing.top_k, 0)
+    shape = (256, 192, 40, routing.top_k, 0)
     router, experts, _ = _layer(shape, routing, biased=routing.scoring == "softmax_after")
     x = torch.randn(13, 256, device="cuda").to(BF16)
     positions = torch.arange(13, device="cuda")

@@ -8,6 +8,7 @@ from torch import Generator, Tensor
 
 from quickturn_kernels.numerics.check import Case, Result
 from quickturn_kernels.ops.linear import PLAIN, prepare_linear, rows_class
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
 from quickturn_kernels.ops.moe import (
     ExpertWeights,
     Router,
@@ -19,7 +20,7 @@ from quickturn_kernels.ops.moe import (
     prepare_shared_expert,
     route_with,
 )
-from quickturn_kernels.ops.moe.weights import BLOCK_FP8, blocks
+from quickturn_kernels.ops.moe.weights import blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -85,7 +86,7 @@ def moe_cases() -> tuple[Case, ...]:
         )
     plain = {"prepare_linear": "reference", "linear": "reference", "linear_silu_and_mul": "reference"}
     for layer in LAYERS:
-        layout = BLOCK_FP8 if "fp8" in layer.options else PLAIN
+        layout = FP8_BLOCK if "fp8" in layer.options else PLAIN
         traits = {"layout": layout, "rows": rows_class(layer.tokens)}
         found.append(Case("moe", str(layer), layer.dtype, traits, partial(_moe, layer), plain))
         block = {**plain, "route": "reference", "moe": "reference"}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.linear import PLAIN
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
 from quickturn_kernels.ops.moe import hopper_grouped
 from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
 from quickturn_kernels.ops.moe.reference import moe_block as composed
@@ -22,7 +23,7 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
-        traits={"layout": {PLAIN}},
+        traits={"layout": {PLAIN, FP8_BLOCK}},
         priority=Priority.REFERENCE,
     )
     def moe(
@@ -41,7 +42,7 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
-        traits={"layout": {PLAIN}, "rows": {"few"}},
+        traits={"layout": {PLAIN, FP8_BLOCK}, "rows": {"few"}},
         priority=Priority.REFERENCE,
     )
     def moe_block(

@@ -7,21 +7,26 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
-from quickturn_kernels.ops.linear import FEW_ROWS, PLAIN
-from quickturn_kernels.ops.moe.weights import ExpertWeights, Router, SharedExpert
+from quickturn_kernels.ops.linear import FEW_ROWS, PLAIN, LinearWeight
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
+from quickturn_kernels.ops.moe.weights import FP8_SIDE, ExpertWeights, Router, SharedExpert
 from quickturn_kernels.platform import describe
 from quickturn_kernels.triton_common import zeroed_counters
 
 MAX_EXPERTS, MAX_TOP, ROUTER_ROWS = 512, 16, 4
-GRANULE = 32
+GRANULE = 64
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after": 2}
 
 _POINTERS = (
     *("x", "router", "router_bias", "positions", "chosen", "weights"),
-    *("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down", "shared_gate"),
-    *("logits", "between", "out", "counters"),
+    *("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down"),
+    *("gate_up_scale", "down_scale", "shared_gate_up_scale", "shared_down_scale"),
+    *("shared_gate", "logits", "between", "out", "counters"),
 )
-_INTEGERS = ("tokens", "hidden", "inner", "shared_inner", "inner_pitch", "stages", "oss")
+_INTEGERS = (
+    *("tokens", "hidden", "inner", "shared_inner", "inner_pitch", "stages", "oss"),
+    *("shared_gate_up_pitch", "shared_down_pitch"),
+)
 
 
 class _Rules(ctypes.Structure):
@@ -42,32 +47,35 @@ class _Arguments(ctypes.Structure):
 
 
 def takes(x: Tensor, experts: ExpertWeights, top: int, shared: SharedExpert | None) -> bool:
-    """Whether `launch` can do this layer: bfloat16 throughout, sizes in multiples of 32, 1 to 64 tokens."""
+    """Whether `launch` can do this layer: 1 to 64 bfloat16 tokens; experts, the shared one too, of bfloat16
+    with sizes in multiples of 64, or of e4m3 with block scales, in multiples of 128.
+    """
     biases = (experts.gate_up_bias, experts.down_bias)
+    fp8 = experts.layout == FP8_BLOCK
+    multiple = FP8_SIDE if fp8 else GRANULE
     return (
         0 < x.shape[0] <= FEW_ROWS
-        and x.dtype == experts.gate_up.dtype == torch.bfloat16
+        and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and experts.layout == PLAIN
-        and experts.hidden % GRANULE == 0
-        and experts.intermediate % GRANULE == 0
+        and (fp8 or (experts.layout == PLAIN and experts.gate_up.dtype == torch.bfloat16))
+        and experts.hidden % multiple == 0
+        and experts.intermediate % multiple == 0
         and experts.count <= MAX_EXPERTS
         and top <= MAX_TOP
         and all(bias is None or (bias.dtype == x.dtype and bias.is_contiguous()) for bias in biases)
-        and (shared is None or _takes_shared(shared))
+        and (shared is None or _takes_shared(shared, experts, multiple))
     )
 
 
-def _takes_shared(shared: SharedExpert) -> bool:
-    gate = shared.gate
+def _takes_shared(shared: SharedExpert, experts: ExpertWeights, multiple: int) -> bool:
+    gate, weights = shared.gate, (shared.gate_up, shared.down)
     return (
-        shared.gate_up.layout == shared.down.layout == PLAIN
-        and shared.gate_up.dtype == torch.bfloat16
-        and shared.down.shape[1] % GRANULE == 0
-        and shared.gate_up.tensors[0].is_contiguous()
-        and shared.down.tensors[0].is_contiguous()
+        all(weight.layout == experts.layout for weight in weights)
+        and all(weight.tensors[0].dtype == experts.gate_up.dtype for weight in weights)
+        and all(weight.tensors[0].is_contiguous() for weight in weights)
+        and shared.down.shape[1] % multiple == 0
         and (gate is None or (gate.dtype == torch.bfloat16 and gate.is_contiguous()))
     )
 
@@ -112,7 +120,7 @@ def launch(
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=device)
     between = torch.empty((tokens, top + 1, pitch), dtype=x.dtype, device=device)
     logits = torch.empty((tokens, experts.count + 1), dtype=torch.float32, device=device)
-    entry, stages_for = _functions(device)
+    entry, stages_for = _functions(device, experts.layout == FP8_BLOCK)
     stages = stages_for(tokens, top)
     rules = _Rules(experts.count, top, 0, 0, 1.0, None)
     if router is not None:
@@ -125,6 +133,8 @@ def launch(
             routing.scale,
             _address(router.correction),
         )
+    gate_up_scale, gate_up_pitch = _scale(None if shared is None else shared.gate_up)
+    down_scale, down_pitch = _scale(None if shared is None else shared.down)
     arguments = _Arguments(
         x=x.data_ptr(),
         router=None if router is None else router.weight.tensors[0].data_ptr(),
@@ -138,6 +148,12 @@ def launch(
         down_bias=_address(experts.down_bias),
         shared_gate_up=None if shared is None else shared.gate_up.tensors[0].data_ptr(),
         shared_down=None if shared is None else shared.down.tensors[0].data_ptr(),
+        gate_up_scale=_address(experts.gate_up_scale),
+        down_scale=_address(experts.down_scale),
+        shared_gate_up_scale=gate_up_scale,
+        shared_gate_up_pitch=gate_up_pitch,
+        shared_down_scale=down_scale,
+        shared_down_pitch=down_pitch,
         shared_gate=None if shared is None else _address(shared.gate),
         logits=logits.data_ptr(),
         between=between.data_ptr(),
@@ -168,10 +184,19 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _scale(weight: LinearWeight | None) -> tuple[int | None, int]:
+    """The address of a weight's block scales and the elements between their rows."""
+    if weight is None or weight.layout != FP8_BLOCK:
+        return None, 0
+    return weight.tensors[1].data_ptr(), weight.tensors[1].stride(0)
+
+
 @cache
-def _functions(device: torch.device) -> "tuple[ctypes._FuncPointer, ctypes._FuncPointer]":
+def _functions(device: torch.device, fp8: bool) -> "tuple[ctypes._FuncPointer, ctypes._FuncPointer]":
     loaded = library(describe(device).capability)
     entry, stages = loaded.quickturn_moe_few_tokens, loaded.quickturn_moe_stages
+    if fp8:
+        entry, stages = loaded.quickturn_moe_fp8_few_tokens, loaded.quickturn_moe_fp8_stages
     entry.argtypes = [ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
     stages.argtypes = [ctypes.c_int, ctypes.c_int]
     entry.restype = stages.restype = ctypes.c_int

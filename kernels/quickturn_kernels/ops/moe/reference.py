@@ -8,7 +8,7 @@ from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import linear
 from quickturn_kernels.ops.moe import moe, route_with, router_logits
 from quickturn_kernels.ops.moe.weights import (
-    FP8_BLOCK,
+    FP8_SIDE,
     GPT_OSS_ALPHA,
     GPT_OSS_LIMIT,
     Activation,
@@ -91,8 +91,8 @@ def _matrix(stored: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtyp
     if scale is None:
         return matrix
     rows, columns = matrix.shape
-    factors = scale[expert].repeat_interleave(FP8_BLOCK, 0)[:rows]
-    return (matrix.float() * factors.repeat_interleave(FP8_BLOCK, 1)[:, :columns]).to(dtype)
+    factors = scale[expert].repeat_interleave(FP8_SIDE, 0)[:rows]
+    return (matrix.float() * factors.repeat_interleave(FP8_SIDE, 1)[:, :columns]).to(dtype)
 
 
 def activate(gate_up: Tensor, activation: Activation) -> Tensor:

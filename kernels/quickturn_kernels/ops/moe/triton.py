@@ -8,10 +8,11 @@ from torch import Tensor
 
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import PLAIN, linear
+from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
 from quickturn_kernels.ops.moe.triton_experts import combine_kernel, down_kernel, gate_up_kernel
 from quickturn_kernels.ops.moe.triton_route import launch_route
 from quickturn_kernels.ops.moe.triton_tiles import Tiles, make_tiles
-from quickturn_kernels.ops.moe.weights import BLOCK_FP8, ExpertWeights, Routing, SharedExpert
+from quickturn_kernels.ops.moe.weights import ExpertWeights, Routing, SharedExpert
 from quickturn_kernels.platform import TRITON
 from quickturn_kernels.registry import Priority, register
 from quickturn_kernels.triton_common import FLOATS, INTERPRETED, next_power_of_two
@@ -42,7 +43,7 @@ SCALED = (Shape(16, 32, 64, 128, 4, 3), Shape(64, 64, 128, 128, 8, 3))
 def shape_for(pairs: int, experts: ExpertWeights, dtype: torch.dtype) -> Shape:
     """Tiles about as high as an expert has rows on average."""
     average = pairs / experts.count
-    if experts.layout == BLOCK_FP8:
+    if experts.layout == FP8_BLOCK:
         return SCALED[average > 24]
     if dtype == torch.float32:
         return WIDE
@@ -66,7 +67,7 @@ def route(
     name="triton",
     platform=TRITON,
     dtypes=FLOATS,
-    traits={"layout": {PLAIN, BLOCK_FP8}},
+    traits={"layout": {PLAIN, FP8_BLOCK}},
     priority=Priority.PORTABLE,
 )
 def moe(

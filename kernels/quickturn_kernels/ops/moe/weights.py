@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from quickturn_kernels.ops.linear import PLAIN, LinearWeight, prepare_linear
+from quickturn_kernels.ops.linear import PLAIN, LinearWeight, prepare_fp8_linear, prepare_linear
+from quickturn_kernels.ops.linear.fp8 import FP8, FP8_BLOCK
 
 Activation = Literal["silu", "gpt_oss"]
 """`silu`: silu(gate) * up. `gpt_oss`: gate at most 7, up in -7..7, gate * sigmoid(1.702 gate) * (up + 1)."""
@@ -14,10 +14,9 @@ Activation = Literal["silu", "gpt_oss"]
 Scoring = Literal["softmax", "sigmoid", "softmax_after"]
 GroupScore = Literal["top2", "max"]
 
-BLOCK_FP8 = "block_fp8"
-"""The layout of float8_e4m3fn weights, one float32 factor for each 128 x 128 block of a matrix."""
+FP8_SIDE = 128
+"""Rows and columns of a block of an fp8 weight that share a factor."""
 
-FP8_BLOCK = 128
 GPT_OSS_ALPHA = 1.702
 GPT_OSS_LIMIT = 7.0
 
@@ -26,7 +25,7 @@ GPT_OSS_LIMIT = 7.0
 class ExpertWeights:
     """E experts of one layer, as `prepare_experts` made them.
 
-    gate_up [E, 2I, H], down [E, H, I]. Biases [E, 2I] and [E, H] or None. Scales, with layout `block_fp8`,
+    gate_up [E, 2I, H], down [E, H, I]. Biases [E, 2I] and [E, H] or None. Scales, with layout `fp8_block`,
     float32 [E, ceil(2I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)].
     """
 
@@ -126,16 +125,16 @@ def prepare_experts(
         raise ValueError("experts must be contiguous")
     _check_shape("gate_up_bias", gate_up_bias, (count, double))
     _check_shape("down_bias", down_bias, (count, hidden))
-    scaled = gate_up.dtype == torch.float8_e4m3fn
+    scaled = gate_up.dtype == FP8
     if scaled != (gate_up_scale is not None) or scaled != (down_scale is not None):
         raise ValueError(f"scales are for float8_e4m3fn weights, which need them; these are {gate_up.dtype}")
     if scaled:
-        if intermediate % FP8_BLOCK:
-            raise ValueError(f"blocks of {FP8_BLOCK} rows don't divide {intermediate} rows of the gate")
-        _check_shape("gate_up_scale", gate_up_scale, (count, double // FP8_BLOCK, blocks(hidden)))
+        if intermediate % FP8_SIDE:
+            raise ValueError(f"blocks of {FP8_SIDE} rows don't divide {intermediate} rows of the gate")
+        _check_shape("gate_up_scale", gate_up_scale, (count, double // FP8_SIDE, blocks(hidden)))
         _check_shape("down_scale", down_scale, (count, blocks(hidden), blocks(intermediate)))
     return ExpertWeights(
-        BLOCK_FP8 if scaled else PLAIN,
+        FP8_BLOCK if scaled else PLAIN,
         activation,
         gate_up,
         down,
@@ -146,16 +145,29 @@ def prepare_experts(
     )
 
 
-def prepare_shared_expert(gate_up: Tensor, down: Tensor, gate: Tensor | None = None) -> SharedExpert:
+def prepare_shared_expert(
+    gate_up: Tensor,
+    down: Tensor,
+    gate: Tensor | None = None,
+    *,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> SharedExpert:
     """The shared expert from plain tensors: gate_up [2I', H] (the gate's rows first), down [H, I'], gate
     [1, H] or None.
+
+    Scales: of float8_e4m3fn weights, as for `prepare_fp8_linear`.
     """
-    return SharedExpert(prepare_linear(gate_up), prepare_linear(down), gate)
+    if gate_up_scale is None or down_scale is None:
+        return SharedExpert(prepare_linear(gate_up), prepare_linear(down), gate)
+    return SharedExpert(
+        prepare_fp8_linear(gate_up, gate_up_scale), prepare_fp8_linear(down, down_scale), gate
+    )
 
 
 def blocks(size: int) -> int:
     """Blocks of 128 that cover `size`."""
-    return -(-size // FP8_BLOCK)
+    return -(-size // FP8_SIDE)
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
