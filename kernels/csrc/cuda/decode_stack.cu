@@ -20,12 +20,7 @@ namespace {
 
 constexpr int kThreads = kComputing + 32;
 
-// Byte offsets in dynamic shared memory, behind the ring.
-struct Layout {
-  int x, residual, sums, squares, angles, head_norms, fresh, zeros, layers, pieces, shares, bytes;
-};
-
-__host__ __device__ inline Layout layout_of(const StackArguments& args) {
+Layout layout_of(const StackArguments& args) {
   const int group = args.heads / args.kv_heads;
   int widest = args.hidden;
   if (args.heads * kDim > widest) widest = args.heads * kDim;
@@ -43,108 +38,99 @@ __host__ __device__ inline Layout layout_of(const StackArguments& args) {
   at.layers = at.zeros + 16;
   at.pieces = at.layers + args.layer_count * static_cast<int>(sizeof(StackLayer));
   at.shares = at.pieces + kMaxRows * static_cast<int>(sizeof(Piece));
-  at.bytes = at.shares + kShares * static_cast<int>(sizeof(Range));
+  at.barriers = at.shares + kShares * static_cast<int>(sizeof(Range));
+  at.bytes = at.barriers + 2 * kMaxStages * 8;
   return at;
 }
 
-__global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constant__ StackArguments args) {
-  extern __shared__ unsigned char unaligned[];
-  __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
-  unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-  const Layout place = layout_of(args);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  StackLayer* layers = reinterpret_cast<StackLayer*>(shared + place.layers);
-  Piece* pieces = reinterpret_cast<Piece*>(shared + place.pieces);
-  Range* shares = reinterpret_cast<Range*>(shared + place.shares);
-  Ring ring{shared_address(shared),
-            shared_address(barriers),
-            shared_address(barriers) + kMaxStages * 8,
-            args.stages,
-            0,
-            0};
-
+// What the phases read again and again: barriers, the layers' pointers, cosines and sines, shares of the
+// work.
+__device__ __forceinline__ void set_up(const Plan& plan, unsigned char* shared, uint32_t barriers) {
+  const StackArguments& args = plan.args;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < args.stages; ++stage) {
-      barrier_init(ring.full + stage * 8, 1);
-      barrier_init(ring.empty + stage * 8, kWarps);
+      barrier_init(barriers + stage * 8, 1);
+      barrier_init(barriers + (kMaxStages + stage) * 8, kWarps);
     }
     barrier_init_fence();
   }
   const int words = args.layer_count * static_cast<int>(sizeof(StackLayer)) / 8;
   for (int i = threadIdx.x; i < words; i += kThreads)
-    reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(args.layers)[i];
-  for (int i = threadIdx.x; i < (place.layers - place.fresh) / 16; i += kThreads)
-    reinterpret_cast<uint4*>(shared + place.fresh)[i] = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < args.rows) pieces[threadIdx.x] = piece_of(args, __ldcg(args.lens + threadIdx.x));
-  float* angles = reinterpret_cast<float*>(shared + place.angles);
+    reinterpret_cast<uint64_t*>(shared + plan.at.layers)[i] =
+        reinterpret_cast<const uint64_t*>(args.layers)[i];
+  for (int i = threadIdx.x; i < (plan.at.layers - plan.at.fresh) / 16; i += kThreads)
+    reinterpret_cast<uint4*>(shared + plan.at.fresh)[i] = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < args.rows)
+    reinterpret_cast<Piece*>(shared + plan.at.pieces)[threadIdx.x] =
+        piece_of(args, __ldcg(args.lens + threadIdx.x));
+  if (threadIdx.x < kShares)
+    reinterpret_cast<Range*>(shared + plan.at.shares)[threadIdx.x] =
+        own_share(granules_of(plan, static_cast<int>(threadIdx.x)));
   for (int i = threadIdx.x; i < args.rows * kDim; i += kThreads) {
     const int position = max(__ldcg(args.lens + i / kDim) - 1, 0);
-    angles[i] = __ldg(args.cos_sin + position * args.cos_sin_pitch + i % kDim);
+    reinterpret_cast<float*>(shared + plan.at.angles)[i] =
+        __ldg(args.cos_sin + position * args.cos_sin_pitch + i % kDim);
   }
-  __syncthreads();
-  if (threadIdx.x < kShares) {
-    const int index = threadIdx.x == kMatrices ? kMatrices * args.layer_count : threadIdx.x;
-    shares[threadIdx.x] = own_share(matrix_of(args, layers, index, 0).granules());
-  }
-  __syncthreads();
+}
 
-  if (warp == kWarps) {
+__global__ void __launch_bounds__(kThreads, 1) decode_stack(const __grid_constant__ Plan plan) {
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
+  const StackArguments& args = plan.args;
+  const StackLayer* layers = reinterpret_cast<const StackLayer*>(shared + plan.at.layers);
+  const Range* shares = reinterpret_cast<const Range*>(shared + plan.at.shares);
+  const Piece* pieces = reinterpret_cast<const Piece*>(shared + plan.at.pieces);
+  Ring ring{shared_address(shared), shared_address(shared + plan.at.barriers), 0, 0};
+  set_up(plan, shared, ring.barriers);
+  __syncthreads();
+  const int last = kMatrices * args.layer_count;  // the head
+
+  if (threadIdx.x >= kComputing) {
     ring.parity = 1;
 #pragma unroll 1
-    for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
-      const Matrix matrix = matrix_of(args, layers, index, 0);
-      if (matrix.norm != nullptr) request_norms(ring, matrix);
-      request(ring, matrix, shares[share_of(args, index)]);
-      const int l = index / kMatrices;
-      if (index % kMatrices != 0 || l == args.layer_count) continue;
-      request_keys(args, ring, args.maps + l * 2, pieces);
+    for (int index = 0; index <= last; ++index) {
+      const int l = index / kMatrices, share = share_of(plan, index);
+      if (has_norm(share)) request_norms(plan, ring, layers[l], share);
+      request(plan, ring, layers[l], share, shares[share]);
+      if (share != 0) continue;
+      request_keys(plan, ring, args.maps + l * 2, pieces);
+      const int lane = threadIdx.x % 32;
       if (lane < 2 && l + 1 < args.layer_count) prefetch_map(args.maps + l * 2 + 2 + lane);
     }
     return;
   }
 
-  unsigned char* x = shared + place.x;
-  const uint32_t x_at = shared_address(x), zeros = shared_address(shared + place.zeros);
-  bf16* residual = reinterpret_cast<bf16*>(shared + place.residual);
-  float* sums = reinterpret_cast<float*>(shared + place.sums);
-  float* squares = reinterpret_cast<float*>(shared + place.squares);
-  const int rows = args.rows, group = args.heads / args.kv_heads;
-  Scratch scratch;
-  scratch.query = x;
-  scratch.fresh_key = x + kQueryRows * kDim * 2;
-  scratch.fresh_value = shared + place.fresh;
-  scratch.sums = reinterpret_cast<float*>(x + 2 * kQueryRows * kDim * 2);
-  scratch.stats = reinterpret_cast<float2*>(scratch.sums + kWarps * group * kSumPitch);
-  scratch.angles = angles;
-  scratch.head_norms = shared + place.head_norms;
   const unsigned before = __ldcg(args.epoch);
 #pragma unroll 1
-  for (int index = 0; index <= kMatrices * args.layer_count; ++index) {
-    const Matrix matrix = matrix_of(args, layers, index, before);
-    const Range own = shares[share_of(args, index)];
-    if (matrix.norm != nullptr) {
-      norm_rows(ring, matrix, shared, x, residual, squares, shared + place.head_norms, args.x, args.x_pitch,
-                args.eps, rows);
+  for (int index = 0; index <= last; ++index) {
+    const int l = index / kMatrices, share = share_of(plan, index);
+    const unsigned flag = before + l + 1;
+    const StackLayer& layer = layers[l];
+    const Range& own = shares[share];
+    if (has_norm(share)) {
+      norm_rows(plan, ring, shared, share, index == 0, share == 2 ? flag : flag - 1);
     } else {
       if (own.begin == own.end) continue;
-      stage_rows(matrix, x, rows);
+      if (args.rows * columns_of(plan, share) > 16 * kComputing)
+        stage_rows<8>(plan, shared, share, flag);
+      else
+        stage_rows<4>(plan, shared, share, flag);
     }
     sync_computing();
-    product(ring, matrix, own, x_at, zeros, sums, rows, args.logits);
-    if (index % kMatrices != 0 || matrix.wide) continue;
-    const StackLayer& layer = layers[index / kMatrices];
+    product(plan, ring, shared, layer, share, own, flag);
+    if (share != 0) continue;
 #pragma unroll 1
-    for (int row = 0; row < rows; ++row) {
-      const Piece piece = pieces[row];
+    for (int row = 0; row < args.rows; ++row) {
+      const Piece& piece = pieces[row];
 #pragma unroll 1
       for (int at = piece.begin; at < piece.end;) {
         const int first = at % piece.tiles, count = min(piece.tiles - first, piece.end - at);
-        attend(args, layer, ring, shared, scratch, row, piece, at / piece.tiles, first, count,
-               at != piece.begin, matrix.output_flag);
+        attend(plan, layer, ring, shared, row, piece, at / piece.tiles, first, count, at != piece.begin,
+               flag);
         at += count;
       }
     }
-    combine(args, pieces, reinterpret_cast<float4*>(x), matrix.output_flag);
+    combine(plan, shared, flag);
   }
   // Everybody has read it: what block 0 has received depends on every block.
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.epoch = before + args.layer_count;
@@ -170,12 +156,15 @@ extern "C" int quickturn_decode_stack_map(void* map, const void* cache, int kv_h
 extern "C" int quickturn_decode_stack(const quickturn::StackArguments* given, int blocks, int shared_limit,
                                       void* stream) {
   using namespace quickturn;
-  StackArguments args = *given;
-  if (args.rows < 1 || args.rows > stack::kMaxRows || args.hidden > 4 * stack::kPackets * stack::kComputing)
+  stack::Plan plan{*given, {}};
+  StackArguments& args = plan.args;
+  if (args.rows < 1 || args.rows > stack::kMaxRows ||
+      args.hidden * 2 + 2 * stack::kHeadBytes > stack::kSlotBytes)
     return cudaErrorInvalidValue;
   int shared = 0;
   for (args.stages = stack::kMaxStages; args.stages >= stack::kMinStages; --args.stages) {
-    shared = 1024 + stack::layout_of(args).bytes;
+    plan.at = stack::layout_of(args);
+    shared = 1024 + plan.at.bytes;
     if (shared <= shared_limit) break;
   }
   if (args.stages < stack::kMinStages) return cudaErrorInvalidValue;
@@ -192,5 +181,5 @@ extern "C" int quickturn_decode_stack(const quickturn::StackArguments* given, in
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, stack::decode_stack, args);
+  return cudaLaunchKernelEx(&config, stack::decode_stack, plan);
 }

@@ -40,12 +40,23 @@ constexpr int kMaxChunk = 1024;  // columns of a granule that come together
 constexpr int kSlotBytes =
     17408;  // of the ring: a granule's chunk, its rows padded; or a tile of keys and values
 constexpr int kMinStages = 3, kMaxStages = 13;
-constexpr int kBatch = 8;    // granules whose sums are finished together
-constexpr int kPackets = 8;  // that a thread waits for at a time
+constexpr int kBatch = 8;   // granules whose sums are finished together
+constexpr int kShares = 5;  // a layer's four matrices, and the head
 constexpr int kPatience = 1 << 21;
 
-// The thread's index, read anew by every phase: what follows from it is cheap to work out, but kept through
-// all phases it would cost the registers that they need.
+// Byte offsets in dynamic shared memory; the ring lies at its start.
+struct Layout {
+  int barriers, x, residual, sums, squares, angles, head_norms, fresh, zeros, layers, pieces, shares, bytes;
+};
+
+// What the kernel is given. All of it lies in constant memory, and what follows from it is worked out where
+// it's needed: kept through all phases it would cost the registers that they need.
+struct Plan {
+  StackArguments args;
+  Layout at;
+};
+
+// The thread's index, read anew by every phase, for the same reason.
 __device__ __forceinline__ int this_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -77,23 +88,25 @@ __device__ __forceinline__ uint4 load_packet(const uint4* from) {
   return packet;
 }
 
-// Waits for the packets at `from[at[i]]`, none where at[i] is negative.
+// Waits for the packets at `from[at[i]]`. All are loaded each time, without a condition: whoever wants fewer
+// names one twice.
 template <int kCount>
 __device__ __forceinline__ void await(uint2 (&data)[kCount], const uint4* from, const int (&at)[kCount],
                                       unsigned flag) {
 #pragma unroll 1
-  for (int tries = 0;; ++tries) {
-    bool ready = true;
+  for (int tries = 0; tries < kPatience; ++tries) {
+    uint4 packet[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) packet[i] = load_packet(from + at[i]);
+    unsigned wrong = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (at[i] < 0) continue;
-      const uint4 packet = load_packet(from + at[i]);
-      data[i] = make_uint2(packet.x, packet.z);
-      ready &= packet.y == flag && packet.w == flag;
+      wrong |= (packet[i].y ^ flag) | (packet[i].w ^ flag);
+      data[i] = make_uint2(packet[i].x, packet[i].z);
     }
-    if (ready) return;
-    if (tries > kPatience) __trap();  // seconds: better an error than a GPU that never answers
+    if (wrong == 0) return;
   }
+  __trap();  // after seconds: better an error than a GPU that never answers
 }
 
 __device__ __forceinline__ void unpack4(const uint2& packed, float (&value)[4]) {
@@ -110,18 +123,22 @@ __device__ __forceinline__ uint2 pack4(const float (&value)[4]) {
 // ---- The ring of slots in shared memory, walked alike by who fills and who reads it
 
 struct Ring {
-  uint32_t slots, full, empty;
-  int stages, stage;
+  uint32_t slots, barriers;
+  int stage;
   uint32_t parity;
 
   __device__ __forceinline__ uint32_t slot() const { return slots + stage * kSlotBytes; }
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ uint32_t full() const { return barriers + stage * 8; }
+  __device__ __forceinline__ uint32_t empty() const { return barriers + (kMaxStages + stage) * 8; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity); }
+  __device__ __forceinline__ void advance(int stages) {
     if (++stage == stages) stage = 0, parity ^= 1;
   }
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void release(int stages) {
     __syncwarp();
-    if (this_thread() % 32 == 0) barrier_arrive(empty + stage * 8);
-    advance();
+    if (this_thread() % 32 == 0) barrier_arrive(empty());
+    advance(stages);
   }
 };
 
@@ -162,137 +179,151 @@ __host__ __device__ constexpr int chunk_of(int columns) {
 
 __host__ __device__ constexpr int row_bytes(int columns) { return columns * 2 + 16; }
 
-// One matrix of the stack. Gated: a granule is four rows of the gate and the matching four of up, and
-// `features` counts those of the result, silu(gate) * up. Wide: the result goes to `logits` as float32.
-struct Matrix {
-  const bf16 *weight, *bias;
-  const bf16* norm;             // of its input; null: the input is multiplied as it comes
-  const bf16 *q_norm, *k_norm;  // of the heads of its result, or null
-  const uint4* input;           // packets; null: args.x
-  uint4* output;
-  unsigned input_flag, output_flag;
-  int features, columns;
-  bool gated, wide;
+constexpr int kMatrices = 4;  // of a layer: q|k|v, output, gate|up, down; attention follows the first
 
-  __device__ __forceinline__ int quads() const { return gated ? 1 : 2; }  // results of a granule, in fours
-  __device__ __forceinline__ int granules() const { return features / (quads() * 4); }
-};
-
-constexpr int kMatrices = 4;  // of a layer; attention follows the first
-constexpr int kShares = kMatrices + 1;
-
-// Which of a block's shares is that of matrix `index`.
-__device__ __forceinline__ int share_of(const StackArguments& args, int index) {
-  return index == kMatrices * args.layer_count ? kMatrices : index % kMatrices;
+// Which of a block's shares is that of matrix `index`, in the order of a step: four a layer, then the head.
+__device__ __forceinline__ int share_of(const Plan& plan, int index) {
+  return index == kMatrices * plan.args.layer_count ? kMatrices : index % kMatrices;
 }
 
-// Matrix `index` in the order of a step: four a layer, then the head. `before`: the epoch.
-__device__ __forceinline__ Matrix matrix_of(const StackArguments& args, const StackLayer* layers, int index,
-                                            unsigned before) {
-  const int l = min(index / kMatrices, args.layer_count - 1);
-  const StackLayer& layer = layers[l];
-  Matrix matrix{};
-  matrix.output_flag = matrix.input_flag = before + l + 1;
-  matrix.features = matrix.columns = args.hidden;
-  switch (share_of(args, index)) {
+// Gated: a granule is four rows of the gate and the matching four of up, and the features of the result,
+// silu(gate) * up, are half the matrix's rows.
+__device__ __forceinline__ bool is_gated(int share) { return share == 2; }
+__device__ __forceinline__ bool has_norm(int share) { return share % 2 == 0; }
+
+__device__ __forceinline__ int columns_of(const Plan& plan, int share) {
+  return share == 1 ? plan.args.heads * kDim : share == 3 ? plan.args.inner : plan.args.hidden;
+}
+
+__device__ __forceinline__ int features_of(const Plan& plan, int share) {
+  const StackArguments& args = plan.args;
+  switch (share) {
     case 0:
-      matrix.weight = layer.qkv, matrix.bias = layer.qkv_bias;
-      matrix.norm = layer.attn_norm, matrix.q_norm = layer.q_norm, matrix.k_norm = layer.k_norm;
-      matrix.input = index > 0 ? args.mlp : nullptr, matrix.output = args.qkv;
-      --matrix.input_flag;
-      matrix.features = (args.heads + 2 * args.kv_heads) * kDim;
-      break;
-    case 1:
-      matrix.weight = layer.o, matrix.bias = layer.o_bias;
-      matrix.input = args.attended, matrix.output = args.branch;
-      matrix.columns = args.heads * kDim;
-      break;
+      return (args.heads + 2 * args.kv_heads) * kDim;
     case 2:
-      matrix.weight = layer.gate_up, matrix.bias = layer.gate_up_bias;
-      matrix.norm = layer.mlp_norm;
-      matrix.input = args.branch, matrix.output = args.activated;
-      matrix.features = args.inner;
-      matrix.gated = true;
-      break;
-    case 3:
-      matrix.weight = layer.down, matrix.bias = layer.down_bias;
-      matrix.input = args.activated, matrix.output = args.mlp;
-      matrix.columns = args.inner;
-      break;
+      return args.inner;
+    case 4:
+      return args.vocab;
     default:
-      matrix.weight = args.head, matrix.norm = args.norm, matrix.input = args.mlp;
-      matrix.features = args.vocab;
-      matrix.wide = true;
+      return args.hidden;
   }
-  return matrix;
+}
+
+__device__ __forceinline__ int granules_of(const Plan& plan, int share) {
+  return features_of(plan, share) / (is_gated(share) ? kGranule / 2 : kGranule);
+}
+
+// The packets that come in and those that go out.
+__device__ __forceinline__ const uint4* input_of(const Plan& plan, int share) {
+  const StackArguments& args = plan.args;
+  return share == 1 ? args.attended : share == 2 ? args.branch : share == 3 ? args.activated : args.mlp;
+}
+
+__device__ __forceinline__ uint4* output_of(const Plan& plan, int share) {
+  const StackArguments& args = plan.args;
+  return share == 0 ? args.qkv : share == 1 ? args.branch : share == 2 ? args.activated : args.mlp;
+}
+
+struct Norms {
+  const bf16 *input, *q, *k;  // of a matrix's input; of the heads of its result, or null
+};
+
+__device__ __forceinline__ Norms norms_of(const Plan& plan, const StackLayer& layer, int share) {
+  if (share == 0) return {layer.attn_norm, layer.q_norm, layer.k_norm};
+  return {share == 2 ? layer.mlp_norm : plan.args.norm, nullptr, nullptr};
+}
+
+__device__ __forceinline__ const bf16* weight_of(const Plan& plan, const StackLayer& layer, int share) {
+  switch (share) {
+    case 0:
+      return layer.qkv;
+    case 1:
+      return layer.o;
+    case 2:
+      return layer.gate_up;
+    case 3:
+      return layer.down;
+    default:
+      return plan.args.head;
+  }
+}
+
+__device__ __forceinline__ const bf16* bias_of(const StackLayer& layer, int share) {
+  switch (share) {
+    case 0:
+      return layer.qkv_bias;
+    case 1:
+      return layer.o_bias;
+    case 2:
+      return layer.gate_up_bias;
+    case 3:
+      return layer.down_bias;
+    default:
+      return nullptr;
+  }
 }
 
 // Requests the norms that stand before and behind a matrix, in one slot; one warp.
-__device__ __forceinline__ void request_norms(Ring& ring, const Matrix& matrix) {
-  const int lane = this_thread() % 32, bytes = matrix.columns * 2;
-  const uint32_t full = ring.full + ring.stage * 8;
-  barrier_wait(ring.empty + ring.stage * 8, ring.parity);
-  if (lane == 0) {
-    barrier_expect(full, bytes + (matrix.q_norm != nullptr ? kHeadBytes : 0) +
-                             (matrix.k_norm != nullptr ? kHeadBytes : 0));
-    copy_bytes(ring.slot(), matrix.norm, bytes, full, kEvictFirst);
-    if (matrix.q_norm != nullptr)
-      copy_bytes(ring.slot() + bytes, matrix.q_norm, kHeadBytes, full, kEvictFirst);
-    if (matrix.k_norm != nullptr)
-      copy_bytes(ring.slot() + bytes + kHeadBytes, matrix.k_norm, kHeadBytes, full, kEvictFirst);
+__device__ __forceinline__ void request_norms(const Plan& plan, Ring& ring, const StackLayer& layer,
+                                              int share) {
+  const int bytes = plan.args.hidden * 2;
+  const Norms norms = norms_of(plan, layer, share);
+  ring.wait_empty();
+  if (this_thread() % 32 == 0) {
+    const int heads = (norms.q != nullptr) + (norms.k != nullptr);
+    barrier_expect(ring.full(), bytes + heads * kHeadBytes);
+    copy_bytes(ring.slot(), norms.input, bytes, ring.full(), kEvictFirst);
+    if (norms.q != nullptr) copy_bytes(ring.slot() + bytes, norms.q, kHeadBytes, ring.full(), kEvictFirst);
+    if (norms.k != nullptr)
+      copy_bytes(ring.slot() + bytes + kHeadBytes, norms.k, kHeadBytes, ring.full(), kEvictFirst);
   }
-  ring.advance();
+  ring.advance(plan.args.stages);
 }
 
 // Requests a matrix's granules of this block; one warp.
-__device__ __forceinline__ void request(Ring& ring, const Matrix& matrix, const Range& own) {
-  const int lane = this_thread() % 32, columns = matrix.columns, chunk = chunk_of(columns);
+__device__ __forceinline__ void request(const Plan& plan, Ring& ring, const StackLayer& layer, int share,
+                                        const Range& own) {
+  const int lane = this_thread() % 32, columns = columns_of(plan, share), chunk = chunk_of(columns);
 #pragma unroll 1
   for (int granule = own.begin; granule < own.end; ++granule) {
     int row = granule * kGranule + lane;
-    if (matrix.gated)
-      row = granule * (kGranule / 2) + lane + (lane < kGranule / 2 ? 0 : matrix.features - kGranule / 2);
-    const bf16* from = matrix.weight + static_cast<long long>(row) * columns;
+    if (is_gated(share))
+      row = granule * (kGranule / 2) + lane + (lane < kGranule / 2 ? 0 : plan.args.inner - kGranule / 2);
+    const bf16* from = weight_of(plan, layer, share) + static_cast<long long>(row) * columns;
 #pragma unroll 1
     for (int column = 0; column < columns; column += chunk) {
-      barrier_wait(ring.empty + ring.stage * 8, ring.parity);
-      if (lane == 0) barrier_expect(ring.full + ring.stage * 8, kGranule * chunk * 2);
+      ring.wait_empty();
+      if (lane == 0) barrier_expect(ring.full(), kGranule * chunk * 2);
       __syncwarp();
       if (lane < kGranule)
-        copy_bytes(ring.slot() + lane * row_bytes(chunk), from + column, chunk * 2,
-                   ring.full + ring.stage * 8, kEvictFirst);
-      ring.advance();
+        copy_bytes(ring.slot() + lane * row_bytes(chunk), from + column, chunk * 2, ring.full(), kEvictFirst);
+      ring.advance(plan.args.stages);
     }
   }
 }
 
 // The product of all rows with this block's granules: each warp takes an eighth of every chunk's columns, and
-// the warps' sums meet in shared memory. x: [rows][row_bytes(columns)] bfloat16; `zeros`: 16 bytes of them.
-// sums: two buffers of kBatch * kWarps * rows * kGranule floats, used in turn.
-__device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const Range& own, uint32_t x,
-                                        uint32_t zeros, float* sums, int rows, float* logits) {
-  const int thread = this_thread(), warp = thread / 32, lane = thread % 32;
-  const int columns = matrix.columns, chunk = chunk_of(columns), share = chunk / kWarps;
-  const int matrix_row = lane % 8, matrix_column = warp * share + lane / 8 * 8;
+// the warps' sums meet in shared memory, in two buffers that are used in turn.
+__device__ __forceinline__ void product(const Plan& plan, Ring& ring, unsigned char* shared,
+                                        const StackLayer& layer, int share, const Range& own, unsigned flag) {
+  const int thread = this_thread(), warp = thread / 32, lane = thread % 32, rows = plan.args.rows;
+  const int columns = columns_of(plan, share), chunk = chunk_of(columns), warp_columns = chunk / kWarps;
+  const int matrix_row = lane % 8, matrix_column = warp * warp_columns + lane / 8 * 8;
   const uint32_t weight_at = matrix_row * row_bytes(chunk) + matrix_column * 2;
-  const uint32_t x_at = matrix_row < rows ? x + matrix_row * row_bytes(columns) + matrix_column * 2 : zeros;
-  const uint32_t x_step = matrix_row < rows ? 2 : 0;
+  const bool real = matrix_row < rows;
+  const uint32_t x_at =
+      shared_address(shared) +
+      (real ? plan.at.x + matrix_row * row_bytes(columns) + matrix_column * 2 : plan.at.zeros);
   // What this thread finishes: four results of one row and one granule of a batch.
-  const int quads = matrix.quads();
-  const int quad = matrix.gated ? 0 : thread % 2, item = matrix.gated ? thread : thread / 2;
+  const bool gated = is_gated(share);
+  const int quad = gated ? 0 : thread % 2, item = gated ? thread : thread / 2;
   const int row = item % rows, mine = item / rows;
   int buffer = 0;
 #pragma unroll 1
   for (int first = own.begin; first < own.end; first += kBatch) {
     const int count = min(kBatch, own.end - first);
-    const int feature = (first + mine) * (quads * 4) + quad * 4;
-    float value[2][4] = {};
-    if (matrix.bias != nullptr && mine < count) {
-      unpack4(__ldg(reinterpret_cast<const uint2*>(matrix.bias + feature)), value[0]);
-      if (matrix.gated)
-        unpack4(__ldg(reinterpret_cast<const uint2*>(matrix.bias + matrix.features + feature)), value[1]);
-    }
-    float* batch = sums + buffer * (kBatch * kWarps * rows * kGranule);
+    float* batch =
+        reinterpret_cast<float*>(shared + plan.at.sums) + buffer * (kBatch * kWarps * rows * kGranule);
 #pragma unroll 1
     for (int granule = 0; granule < count; ++granule) {
       float sum[4][2] = {};  // short chains of products
@@ -302,19 +333,19 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
         uint32_t a[kSteps][4], b[kSteps][4];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          if (step * 32 < share) load_matrices(a[step], x_at + (column + step * 32) * x_step);
-        barrier_wait(ring.full + ring.stage * 8, ring.parity);
+          if (step * 32 < warp_columns) load_matrices(a[step], real ? x_at + (column + step * 32) * 2 : x_at);
+        ring.wait_full();
         const uint32_t weights = ring.slot() + weight_at;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          if (step * 32 < share) load_matrices(b[step], weights + step * 64);
+          if (step * 32 < warp_columns) load_matrices(b[step], weights + step * 64);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          if (step * 32 >= share) break;
+          if (step * 32 >= warp_columns) break;
           multiply_eight(sum[step % 2 * 2], a[step][0], a[step][1], b[step][0], b[step][1]);
           multiply_eight(sum[step % 2 * 2 + 1], a[step][2], a[step][3], b[step][2], b[step][3]);
         }
-        ring.release();
+        ring.release(plan.args.stages);
       }
       if (lane / 4 < rows)
         *reinterpret_cast<float2*>(batch + ((warp * kBatch + granule) * rows + lane / 4) * kGranule +
@@ -324,129 +355,144 @@ __device__ __forceinline__ void product(Ring& ring, const Matrix& matrix, const 
     }
     sync_computing();
     if (mine < count) {
+      const int features = features_of(plan, share);
+      const int feature = (first + mine) * (gated ? 4 : 8) + quad * 4;
+      float value[2][4];
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        if (part == 1 && !matrix.gated) break;
+        if (part == 1 && !gated) break;
         const float* from = batch + (mine * rows + row) * kGranule + (part + quad) * 4;
         float4 piece[kWarps];
 #pragma unroll
         for (int w = 0; w < kWarps; ++w)
           piece[w] = *reinterpret_cast<const float4*>(from + w * kBatch * rows * kGranule);
-        float total[4] = {};
+        float(&total)[4] = value[part];
+        total[0] = piece[0].x, total[1] = piece[0].y, total[2] = piece[0].z, total[3] = piece[0].w;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
+        for (int w = 1; w < kWarps; ++w) {
           total[0] += piece[w].x;
           total[1] += piece[w].y;
           total[2] += piece[w].z;
           total[3] += piece[w].w;
         }
+        const bf16* bias = bias_of(layer, share);
+        if (bias != nullptr) {
+          float added[4];
+          unpack4(__ldg(reinterpret_cast<const uint2*>(bias + part * features + feature)), added);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) value[part][i] += total[i];
+          for (int i = 0; i < 4; ++i) total[i] += added[i];
+        }
       }
-      if (matrix.gated) {
+      if (gated) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) value[0][i] = gate_value(value[0][i], value[1][i]);
       }
-      const long long at = static_cast<long long>(row) * matrix.features + feature;
-      if (matrix.wide) {
-        *reinterpret_cast<float4*>(logits + at) =
+      const long long at = static_cast<long long>(row) * features + feature;
+      if (share == kMatrices) {
+        *reinterpret_cast<float4*>(plan.args.logits + at) =
             make_float4(value[0][0], value[0][1], value[0][2], value[0][3]);
       } else {
         const uint2 packed = pack4(value[0]);
-        store_packet(matrix.output + at / 4, packed.x, packed.y, matrix.output_flag);
+        store_packet(output_of(plan, share) + at / 4, packed.x, packed.y, flag);
       }
     }
     buffer ^= 1;
   }
 }
 
-// Waits for [rows, columns] as packets and lays them down as the operand of a product.
-__device__ __forceinline__ void stage_rows(const Matrix& matrix, unsigned char* x, int rows) {
-  const int thread = this_thread();
-  const int columns = matrix.columns;
-  const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
-  int row = 0, run = 0;
+// Waits for the input of a matrix and lays it down as the operand of the product, kCount packets a thread at
+// a time.
+template <int kCount>
+__device__ __forceinline__ void stage_rows(const Plan& plan, unsigned char* shared, int share,
+                                           unsigned flag) {
+  const int thread = this_thread(), rows = plan.args.rows, columns = columns_of(plan, share);
+  const int width = columns / 4;
+  int row = 0, column = thread;
 #pragma unroll 1
   while (row < rows) {
-    int from[kPackets], to[kPackets];
-    uint2 data[kPackets];
+    int from[kCount], to[kCount];
+    uint2 data[kCount];
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) {
-      const int at = run * kComputing + thread;
-      from[i] = row < rows && at < width ? row * width + at : -1;
-      to[i] = row * row_bytes(columns) + at * 8;
-      if (++run == runs) run = 0, ++row;
+    for (int i = 0; i < kCount; ++i) {
+      const bool inside = row < rows && column < width;
+      from[i] = inside ? row * width + column : 0;
+      to[i] = inside ? plan.at.x + row * row_bytes(columns) + column * 8 : -1;
+      column += kComputing;
+      if (column - thread >= width) column = thread, ++row;
     }
-    await(data, matrix.input, from, matrix.input_flag);
+    await(data, input_of(plan, share), from, flag);
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i)
-      if (from[i] >= 0) *reinterpret_cast<uint2*>(x + to[i]) = data[i];
+    for (int i = 0; i < kCount; ++i)
+      if (to[i] >= 0) *reinterpret_cast<uint2*>(shared + to[i]) = data[i];
   }
 }
 
-// residual += the matrix's input, or residual = `first` where that has none; and the norm of it as the
-// operand of the product. The norm's weight is the ring's next slot; what else that holds goes to
-// `head_norms`. squares: [kMaxRows, kWarps] in shared memory.
-__device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsigned char* shared,
-                                          unsigned char* x, bf16* residual, float* squares,
-                                          unsigned char* head_norms, const bf16* first, long long first_pitch,
-                                          float eps, int rows) {
-  const int columns = matrix.columns;
-  const bool adds = matrix.input != nullptr;
+// residual += the input of a matrix, or residual = the embeddings ahead of the first one; and the norm of it
+// as the operand of the product. The norm's weight is the ring's next slot; the heads' norms are kept from
+// it.
+__device__ __forceinline__ void norm_rows(const Plan& plan, Ring& ring, unsigned char* shared, int share,
+                                          bool embedded, unsigned flag) {
   const int thread = this_thread(), warp = thread / 32, lane = thread % 32;
-  const int width = columns / 4, runs = (width + kComputing - 1) / kComputing;
-  uint2* kept = reinterpret_cast<uint2*>(residual);
-  int next_row = 0, next_run = 0;
+  const int rows = plan.args.rows, columns = plan.args.hidden;
+  const int width = columns / 4;
+  uint2* kept = reinterpret_cast<uint2*>(shared + plan.at.residual);
+  float* squares = reinterpret_cast<float*>(shared + plan.at.squares);
+  constexpr int kCount = 4;
+  int next_row = 0, next_column = thread;
 #pragma unroll 1
   while (next_row < rows) {
-    int from[kPackets / 2];
-    uint2 data[kPackets / 2];
-    int row = next_row, run = next_run;
+    int from[kCount];
+    uint2 data[kCount];
+    int row = next_row, column = next_column;
 #pragma unroll
-    for (int i = 0; i < kPackets / 2; ++i) {
-      const int at = next_run * kComputing + thread;
-      const bool inside = next_row < rows && at < width;
-      from[i] = inside && adds ? next_row * width + at : -1;
-      if (inside && !adds)
-        data[i] = __ldcg(reinterpret_cast<const uint2*>(first + next_row * first_pitch) + at);
-      if (++next_run == runs) next_run = 0, ++next_row;
+    for (int i = 0; i < kCount; ++i) {
+      from[i] = next_row < rows && next_column < width ? next_row * width + next_column : 0;
+      next_column += kComputing;
+      if (next_column - thread >= width) next_column = thread, ++next_row;
     }
-    await(data, matrix.input, from, matrix.input_flag);
+    if (embedded) {
 #pragma unroll
-    for (int i = 0; i < kPackets / 2; ++i) {
+      for (int i = 0; i < kCount; ++i)
+        data[i] = __ldcg(reinterpret_cast<const uint2*>(plan.args.x + from[i] / width * plan.args.x_pitch) +
+                         from[i] % width);
+    } else {
+      await(data, input_of(plan, share), from, flag);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
       if (row >= rows) break;
-      const int at = run * kComputing + thread;
       float sum = 0.f;
-      if (at < width) {
+      if (column < width) {
         float value[4];
         unpack4(data[i], value);
-        if (adds) {
+        if (!embedded) {
           float before[4];
-          unpack4(kept[row * width + at], before);
+          unpack4(kept[from[i]], before);
 #pragma unroll
           for (int k = 0; k < 4; ++k) value[k] = rounded(value[k] + before[k]);
         }
-        kept[row * width + at] = pack4(value);
+        kept[from[i]] = pack4(value);
 #pragma unroll
         for (int k = 0; k < 4; ++k) sum += value[k] * value[k];
       }
       sum = warp_sum(sum);
       if (lane == 0) {
         float* to = squares + row * kWarps + warp;
-        *to = run == 0 ? sum : *to + sum;
+        *to = column == thread ? sum : *to + sum;
       }
-      if (++run == runs) run = 0, ++row;
+      column += kComputing;
+      if (column - thread >= width) column = thread, ++row;
     }
   }
   sync_computing();
-  barrier_wait(ring.full + ring.stage * 8, ring.parity);
+  ring.wait_full();
   const unsigned char* slot = shared + ring.stage * kSlotBytes;
 #pragma unroll 1
   for (int row = 0; row < rows; ++row) {
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
-    const float scale = rsqrtf(sum / static_cast<float>(columns) + eps);
+    const float4 low = *reinterpret_cast<const float4*>(squares + row * kWarps);
+    const float4 high = *reinterpret_cast<const float4*>(squares + row * kWarps + 4);
+    const float sum = (low.x + low.y + (low.z + low.w)) + (high.x + high.y + (high.z + high.w));
+    const float scale = rsqrtf(sum / static_cast<float>(columns) + plan.args.eps);
 #pragma unroll 2
     for (int at = thread; at < width; at += kComputing) {
       float value[4], factor[4];
@@ -454,12 +500,13 @@ __device__ __forceinline__ void norm_rows(Ring& ring, const Matrix& matrix, unsi
       unpack4(reinterpret_cast<const uint2*>(slot)[at], factor);
 #pragma unroll
       for (int k = 0; k < 4; ++k) value[k] = rounded(value[k] * scale) * factor[k];
-      *reinterpret_cast<uint2*>(x + row * row_bytes(columns) + at * 8) = pack4(value);
+      *reinterpret_cast<uint2*>(shared + plan.at.x + row * row_bytes(columns) + at * 8) = pack4(value);
     }
   }
-  if (thread < 2 * kHeadBytes / 16)
-    reinterpret_cast<uint4*>(head_norms)[thread] = reinterpret_cast<const uint4*>(slot + columns * 2)[thread];
-  ring.release();
+  if (share == 0 && thread < 2 * kHeadBytes / 16)
+    reinterpret_cast<uint4*>(shared + plan.at.head_norms)[thread] =
+        reinterpret_cast<const uint4*>(slot + columns * 2)[thread];
+  ring.release(plan.args.stages);
 }
 
 }  // namespace stack

@@ -48,8 +48,9 @@ __device__ __forceinline__ void load_page(uint32_t to, const TensorMap* map, int
 }
 
 // Requests the visible tiles of this block's pieces; one warp.
-__device__ __forceinline__ void request_keys(const StackArguments& args, Ring& ring, const TensorMap* maps,
+__device__ __forceinline__ void request_keys(const Plan& plan, Ring& ring, const TensorMap* maps,
                                              const Piece* pieces) {
+  const StackArguments& args = plan.args;
   const int lane = this_thread() % 32;
   const int page = min(args.block_tokens, kKeys), pages = kKeys / page, ahead = 32 / pages;
 #pragma unroll 1
@@ -70,8 +71,8 @@ __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& r
           const bool turn = visible && lane / pages == tile;
           const int present = __popc(__ballot_sync(0xFFFFFFFFu, turn));
           if (present == 0) continue;
-          const uint32_t full = ring.full + ring.stage * 8;
-          barrier_wait(ring.empty + ring.stage * 8, ring.parity);
+          const uint32_t full = ring.full();
+          ring.wait_empty();
           if (lane == 0) barrier_expect(full, present * page * kDim * 2 * 2);
           __syncwarp();
           if (turn) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& r
                         block, full);
             }
           }
-          ring.advance();
+          ring.advance(args.stages);
         }
       }
       at += count;
@@ -92,17 +93,15 @@ __device__ __forceinline__ void request_keys(const StackArguments& args, Ring& r
   }
 }
 
-// Shared memory of the phase.
-struct Scratch {
-  unsigned char *query, *fresh_key, *fresh_value;  // tiles of 16 rows; fresh_value's other rows are finite
-  float* sums;                                     // [kWarps, group, kSumPitch]
-  float2* stats;                                   // [kWarps, kQueryRows]
-  const float* angles;                             // [rows, kDim]
-  const unsigned char* head_norms;                 // weights of q's heads, then of k's
-};
+// The phase's shared memory at `Layout::x`, byte offsets: the query's tile of 16 rows, the newest key's, the
+// warps' sums [kWarps, group, kSumPitch] and their maxima and totals [kWarps, kQueryRows]. The newest value's
+// tile lies by itself, at `Layout::fresh`, because its other rows must be finite.
+constexpr int kFreshKeyAt = kQueryRows * kDim * 2;
+constexpr int kSumsAt = 2 * kFreshKeyAt;
 
+__host__ __device__ constexpr int stats_at(int group) { return kSumsAt + kWarps * group * kSumPitch * 4; }
 __host__ __device__ constexpr int scratch_bytes(int group) {
-  return 2 * kQueryRows * kDim * 2 + kWarps * (group * kSumPitch * 4 + kQueryRows * 8);
+  return stats_at(group) + kWarps * kQueryRows * 8;
 }
 
 // One head in a warp: lane i has dims 2 i and 2 i + 1, and in `high` those 64 further on.
@@ -233,34 +232,35 @@ struct Softmax8 {
 
 // This row's query heads of one kv head into shared memory; with `newest` also its key and value, here and
 // in the cache.
-__device__ __forceinline__ void prepare(const StackArguments& args, const StackLayer& layer,
-                                        const Scratch& scratch, int row, int context, int kv_head,
-                                        bool newest, unsigned flag) {
+__device__ __forceinline__ void prepare(const Plan& plan, const StackLayer& layer, unsigned char* shared,
+                                        int row, int context, int kv_head, bool newest, unsigned flag) {
+  const StackArguments& args = plan.args;
   const int warp = this_thread() / 32, group = args.heads / args.kv_heads;
-  const int width = (args.heads + 2 * args.kv_heads) * kDim / 4;
-  const uint4* packets = args.qkv + static_cast<long long>(row) * width;
-  const float* angles = scratch.angles + row * kDim;
-  const unsigned char* q_norm = layer.q_norm != nullptr ? scratch.head_norms : nullptr;
-  const unsigned char* k_norm = layer.k_norm != nullptr ? scratch.head_norms + kHeadBytes : nullptr;
+  const uint4* packets =
+      args.qkv + static_cast<long long>(row) * (args.heads + 2 * args.kv_heads) * (kDim / 4);
+  const float* angles = reinterpret_cast<const float*>(shared + plan.at.angles) + row * kDim;
+  const unsigned char* norms = shared + plan.at.head_norms;
 #pragma unroll 1
   for (int member = warp; member < group; member += kWarps) {
     Head head;
-    head.receive(packets + (kv_head * group + member) * (kDim / 4), q_norm, args.eps, flag);
+    head.receive(packets + (kv_head * group + member) * (kDim / 4), layer.q_norm != nullptr ? norms : nullptr,
+                 args.eps, flag);
     head.rotate(angles);
-    head.put_swizzled(scratch.query, member);
+    head.put_swizzled(shared + plan.at.x, member);
   }
   if (!newest || context == 0 || warp < kWarps - 2) return;
+  const bool is_key = warp == kWarps - 1;
   const int position = context - 1, offset = position % args.block_tokens;
   const long long block = __ldcg(args.tables + row * args.table_pitch + position / args.block_tokens);
   Head head;
-  if (warp == kWarps - 1) {
-    head.receive(packets + (args.heads + kv_head) * (kDim / 4), k_norm, args.eps, flag);
+  head.receive(packets + (args.heads + (is_key ? 0 : args.kv_heads) + kv_head) * (kDim / 4),
+               is_key && layer.k_norm != nullptr ? norms + kHeadBytes : nullptr, args.eps, flag);
+  if (is_key) {
     head.rotate(angles);
-    head.put_swizzled(scratch.fresh_key, 0);
+    head.put_swizzled(shared + plan.at.x + kFreshKeyAt, 0);
     head.put(layer.k_cache + block * args.k_block_pitch + offset * args.k_row_pitch + kv_head * kDim);
   } else {
-    head.receive(packets + (args.heads + args.kv_heads + kv_head) * (kDim / 4), nullptr, 0.f, flag);
-    head.put_swizzled(scratch.fresh_value, 0);
+    head.put_swizzled(shared + plan.at.fresh, 0);
     head.put(layer.v_cache + block * args.v_block_pitch + offset * args.v_row_pitch + kv_head * kDim);
   }
 }
@@ -277,41 +277,44 @@ __device__ __forceinline__ void clear_hidden(unsigned char* values, int at, int 
 }
 
 // The attention of this block's piece of one (row, kv head): `count` tiles from tile `first`.
-__device__ __forceinline__ void attend(const StackArguments& args, const StackLayer& layer, Ring& ring,
-                                       unsigned char* shared, const Scratch& scratch, int row,
-                                       const Piece& piece, int kv_head, int first, int count, bool second,
-                                       unsigned flag) {
+__device__ __forceinline__ void attend(const Plan& plan, const StackLayer& layer, Ring& ring,
+                                       unsigned char* shared, int row, const Piece& piece, int kv_head,
+                                       int first, int count, bool second, unsigned flag) {
+  const StackArguments& args = plan.args;
+  const bool newest = first + count == piece.tiles;
+  prepare(plan, layer, shared, row, piece.context, kv_head, newest, flag);
+  sync_computing();
   const int thread = this_thread(), warp = thread / 32, lane = thread % 32,
             group = args.heads / args.kv_heads;
-  const bool newest = first + count == piece.tiles;
-  prepare(args, layer, scratch, row, piece.context, kv_head, newest, flag);
-  sync_computing();
-  const uint32_t query = shared_address(scratch.query);
+  unsigned char* scratch = shared + plan.at.x;
+  float* sums = reinterpret_cast<float*>(scratch + kSumsAt);
+  float2* stats = reinterpret_cast<float2*>(scratch + stats_at(group));
+  const uint32_t query = shared_address(scratch);
   Softmax8 state;
   state.clear();
   if (warp == 0 && newest && piece.context > 0)
-    state.add(query, shared_address(scratch.fresh_key), shared_address(scratch.fresh_value), kQueryRows, 0, 0,
-              1, args.scale_log2);
+    state.add(query, query + kFreshKeyAt, shared_address(shared + plan.at.fresh), kQueryRows, 0, 0, 1,
+              args.scale_log2);
 #pragma unroll 1
   for (int tile = 0; tile < count; ++tile) {
     const int start = (piece.first_tile + first + tile) * kKeys;
     if (start >= piece.stored || start + kKeys <= piece.oldest) continue;
-    barrier_wait(ring.full + ring.stage * 8, ring.parity);
+    ring.wait_full();
     const int half = warp % 2 * 16;
     const int from = max(piece.oldest - start - half, 0), to = min(piece.stored - start - half, 16);
     if (tile % (kWarps / 2) == warp / 2 && from < to) {
       if (from > 0 || to < 16) clear_hidden(shared + ring.stage * kSlotBytes + kTileBytes, half, from, to);
       state.add(query, ring.slot(), ring.slot() + kTileBytes, kKeys, half, from, to, args.scale_log2);
     }
-    ring.release();
+    ring.release(args.stages);
   }
 
   // The warps' sums meet.
   const int own = lane / 4;
   const float all = quad_sum(state.total);
   if (own < group) {
-    if (lane % 4 == 0) scratch.stats[warp * kQueryRows + own] = make_float2(state.top, all);
-    float* to = scratch.sums + (warp * group + own) * kSumPitch + lane % 4 * 2;
+    if (lane % 4 == 0) stats[warp * kQueryRows + own] = make_float2(state.top, all);
+    float* to = sums + (warp * group + own) * kSumPitch + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kDim / 8; ++i)
       *reinterpret_cast<float2*>(to + i * 8) = make_float2(state.out[i][0], state.out[i][1]);
@@ -323,14 +326,13 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
     const int member = i / (kDim / 4), vector = i % (kDim / 4);
     float top = kNone, total = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, scratch.stats[w * kQueryRows + member].x);
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, stats[w * kQueryRows + member].x);
     float sum[4] = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float2 one = scratch.stats[w * kQueryRows + member];
+      const float2 one = stats[w * kQueryRows + member];
       const float by = one.y > 0.f ? exp2_fast(one.x - top) : 0.f;
-      const float4 values =
-          reinterpret_cast<const float4*>(scratch.sums + (w * group + member) * kSumPitch)[vector];
+      const float4 values = reinterpret_cast<const float4*>(sums + (w * group + member) * kSumPitch)[vector];
       total += one.y * by;
       sum[0] += values.x * by, sum[1] += values.y * by, sum[2] += values.z * by, sum[3] += values.w * by;
     }
@@ -354,8 +356,10 @@ __device__ __forceinline__ void attend(const StackArguments& args, const StackLa
 }
 
 // Adds up the parts of the heads that several blocks shared.
-__device__ __forceinline__ void combine(const StackArguments& args, const Piece* pieces, float4* scratch,
-                                        unsigned flag) {
+__device__ __forceinline__ void combine(const Plan& plan, unsigned char* shared, unsigned flag) {
+  const StackArguments& args = plan.args;
+  const Piece* pieces = reinterpret_cast<const Piece*>(shared + plan.at.pieces);
+  float4* scratch = reinterpret_cast<float4*>(shared + plan.at.x);
   constexpr int kPairs = kQuarter / 2, kAtOnce = kComputing / kPairs;
   const int thread = this_thread(), group = args.heads / args.kv_heads, pair = thread % kPairs;
 #pragma unroll 1

@@ -135,6 +135,7 @@ def shared_memory(sizes: Sizes, rows: int, stages: int) -> int:
         + sizes.layers * ctypes.sizeof(_Layer)
         + MAX_ROWS * 8 * 4
         + 5 * 8
+        + 2 * 13 * 8
     )
 
 
