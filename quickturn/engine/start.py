@@ -117,12 +117,12 @@ def _weight_bytes(architecture: Architecture, info: LoadedInfo) -> WeightBytes:
     size = info.dtype.itemsize
     # Of an input embedding of its own a step reads a few rows.
     embedding = 0 if architecture.tied else architecture.vocab_size * architecture.hidden_size * size
+    sizes = [mix.count * mix.intermediate * mix.hidden for mix in architecture.mixtures()]
     mixtures = tuple(
-        (mix.count, mix.routing.top_k, mix.count * mix.intermediate * mix.hidden * 3 * size)
-        for mix in architecture.mixtures()
+        (mix.count, mix.routing.top_k, info.expert_bytes * elements // sum(sizes))
+        for mix, elements in zip(architecture.mixtures(), sizes, strict=True)
     )
-    experts = sum(total for _, _, total in mixtures)
-    return WeightBytes(info.weight_bytes - embedding - experts, mixtures)
+    return WeightBytes(info.weight_bytes - embedding - info.expert_bytes, mixtures)
 
 
 def pick_device(name: str) -> torch.device:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from quickturn_kernels import LinearWeight
-from quickturn_kernels.ops.linear import prepare_fp8_linear
 from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8, dequantize
 
 from quickturn.loading.source import TensorSource, take
@@ -73,17 +71,22 @@ class Fp8Source:
         """The scale of a matrix in e4m3, in float32: [1], [rows] or [blocks, blocks]."""
         scale = torch.empty(self._scale_shapes[name], dtype=torch.float32, device=device)
         self._source.read_into(self._scales[name], scale)
+        if scale.ndim == 2 and self._scales[name].endswith("_inv"):
+            return scale
         if scale.numel() == 1:
             return scale.reshape(1)
         return scale[:, 0] if scale.shape == (self._shapes[name][0], 1) else scale
 
-    def kept(self, spec: WeightSpec, device: torch.device) -> LinearWeight | None:
-        """A matrix laid out in e4m3 with all the bits that the checkpoint has; None where a part of it is
-        stored in another way, or where the blocks of its parts don't meet the blocks of the whole.
+    def kept(self, spec: WeightSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A matrix or a stack of them in e4m3, `spec.shape`, with all the bits that the checkpoint has, and
+        its scales: [rows], or of blocks [rows / 128, columns / 128] of each matrix.
+
+        None where a part of it is stored in another way, or where the blocks of its parts don't meet the
+        blocks of the whole.
         """
         if any(segment.tensor not in self._scales for segment in spec.segments):
             return None
-        if spec.columns is None or spec.wide or spec.offset or spec.stack:
+        if spec.columns is None or spec.wide or spec.offset:
             return None
         scales: list[torch.Tensor] = []
         row = 0
@@ -93,12 +96,17 @@ class Fp8Source:
                 return None
             scales.append(scale)
             row += segment.rows
+        scale = torch.cat(scales)
+        if spec.stack:
+            if scale.ndim == 1 or spec.rows // spec.stack % BLOCK or spec.columns % BLOCK:
+                return None
+            scale = scale.view(spec.stack, -1, scale.shape[1])
         weight = torch.empty((spec.rows, spec.columns), dtype=torch.uint8, device=device).view(FP8)
         row = 0
         for segment in spec.segments:
             self._source.read_into(segment.tensor, weight[row : row + segment.rows], segment.cut)
             row += segment.rows
-        return prepare_fp8_linear(weight, torch.cat(scales))
+        return weight.view(spec.shape), scale
 
     def cache_scales(self) -> dict[int, tuple[float, float]]:
         """What keys and values of each decoder layer are divided by in a cache in e4m3, where it's stated."""
@@ -125,10 +133,8 @@ class Fp8Source:
         if rows is None:
             return None
         scale = self.scale(segment.tensor, device)
-        if scale.numel() == 1:
-            return scale.expand(segment.rows)
-        if scale.ndim == 1:
-            return scale[rows.to(device)]
+        if scale.ndim < 2:
+            return scale.expand(segment.rows) if scale.numel() == 1 else scale[rows.to(device)]
         if start % BLOCK or scale.shape[1] != -(-columns // BLOCK):
             return None
         blocks = []

@@ -34,8 +34,8 @@ class LoadedInfo:
 
     `config` is the Hugging Face config (for GGUF: made from its metadata). `max_context`: tokens that
     positions reach. `stop_token_ids`: end-of-sequence tokens of config and generation config.
-    `weight_bytes` counts a tied weight once. `cache_scales`: of keys and values in a cache in e4m3, of the
-    decoder layers that the checkpoint states them for.
+    `weight_bytes` counts a tied weight once, `expert_bytes` the stacks of experts among it. `cache_scales`:
+    of keys and values in a cache in e4m3, of the decoder layers that the checkpoint states them for.
     """
 
     files: ModelFiles
@@ -45,6 +45,7 @@ class LoadedInfo:
     stop_token_ids: tuple[int, ...]
     parameters: int
     weight_bytes: int
+    expert_bytes: int
     seconds: float
     cache_scales: dict[int, tuple[float, float]]
 
@@ -89,6 +90,7 @@ def load_model(
         stop_token_ids=_stop_token_ids(files.path, hf),
         parameters=count,
         weight_bytes=sum(held.values()),
+        expert_bytes=sum(_bytes(parameters[spec.name]) for spec in specs if spec.use == "experts"),
         seconds=time.perf_counter() - started,
         cache_scales=source.cache_scales(),
     )

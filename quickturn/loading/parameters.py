@@ -13,6 +13,8 @@ from typing import Literal
 import quickturn_kernels
 import torch
 from quickturn_kernels import LinearWeight, prepare_linear
+from quickturn_kernels.ops.linear import prepare_fp8_linear
+from quickturn_kernels.ops.linear.fp8 import BLOCK, quantize_blocks
 
 from quickturn.config import Quantization
 from quickturn.files.errors import LoadError
@@ -23,6 +25,9 @@ from quickturn.parallel.weights import WeightSpec, stored_shape
 
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
+
+Loaded = tuple[torch.Tensor | LinearWeight, torch.Tensor | None]
+"""A parameter, and the scales of a stack in e4m3."""
 
 WORKERS = min(4, os.cpu_count() or 1)
 """Parameters in work at a time: reading, dequantising and laying out overlap."""
@@ -42,6 +47,8 @@ def load_parameters(
 ) -> dict[str, torch.Tensor | LinearWeight]:
     """Every parameter of `specs` on `device`, by name. Raises LoadError if `source` and `specs` don't match.
 
+    Stacks of matrices in e4m3 have their scales under `.scale` behind their name.
+
     A checkpoint tensor that two specs name (a tied head) is read once, and laid out for the head: the
     embedding takes its rows from there.
     """
@@ -56,25 +63,28 @@ def load_parameters(
     heads = {first_use[spec.segments[0].tensor].name for spec in tied if spec.use == "linear"}
     total = sum(_elements(spec) for spec in specs)
 
-    def load(spec: WeightSpec) -> torch.Tensor | LinearWeight:
+    def load(spec: WeightSpec) -> Loaded:
         matrix = spec.use == "linear" or spec.name in heads
-        if matrix and quantization in ("stored", "fp8") and isinstance(source, Fp8Source):
+        if isinstance(source, Fp8Source) and quantization in ("stored", "fp8"):
             kept = source.kept(spec, device)
             if kept is not None:
-                return kept
-        quantize = _format(spec, source, quantization) if matrix else None
+                return (prepare_fp8_linear(*kept), None) if matrix else kept
+        quantize = _format(spec, source, quantization) if matrix or spec.use == "experts" else None
         # From float32, so that the numbers of a file that is quantised alike come back exactly.
-        tensor = read(spec, source, dtype if quantize is None else torch.float32, device)
-        if quantize is not None:
-            return prepare_linear(tensor, quantize=quantize)
-        return prepare_linear(tensor) if matrix else tensor
+        exact = quantize is not None and matrix
+        tensor = read(spec, source, torch.float32 if exact else dtype, device)
+        if matrix:
+            return prepare_linear(tensor, quantize=quantize), None
+        return _quantized_stack(spec, tensor) if quantize == "fp8" else (tensor, None)
 
     quickturn_kernels.load()  # here, so that no two threads import the same tier
     parameters: dict[str, torch.Tensor | LinearWeight] = {}
     done = 0
     with ThreadPoolExecutor(WORKERS, "load") as pool:
-        for spec, parameter in zip(own, pool.map(load, own), strict=True):
+        for spec, (parameter, scale) in zip(own, pool.map(load, own), strict=True):
             parameters[spec.name] = parameter
+            if scale is not None:
+                parameters[f"{spec.name}.scale"] = scale
             done += _elements(spec)
             if progress is not None:
                 progress(done, total)
@@ -85,6 +95,17 @@ def load_parameters(
     if progress is not None:
         progress(total, total)
     return parameters
+
+
+def _quantized_stack(spec: WeightSpec, stack: torch.Tensor) -> Loaded:
+    """[E, N, K] in e4m3 and scales [E, N / 128, K / 128]; as it is where blocks would cross experts, or gate
+    and up.
+    """
+    count, rows, columns = stack.shape
+    if rows % (2 * BLOCK if spec.name.endswith("gate_up") else BLOCK) or columns % BLOCK:
+        return stack, None
+    weight, scale = quantize_blocks(stack.view(-1, columns))
+    return weight.view(stack.shape), scale.reshape(count, rows // BLOCK, -1)
 
 
 def choose(specs: Sequence[WeightSpec], shapes: Mapping[str, tuple[int, ...]]) -> list[WeightSpec]:
@@ -146,6 +167,8 @@ def _format(
     spec: WeightSpec, source: TensorSource, quantization: Quantization
 ) -> Literal["int8", "int4", "fp8"] | None:
     """How the kernels keep a matrix; fused tensors that are stored unlike each other are dequantised."""
+    if spec.columns is None:
+        return None
     if quantization == "stored":
         kept = {source.stored_bits(segment.tensor) for segment in spec.segments}
         return kept.pop() if len(kept) == 1 else None

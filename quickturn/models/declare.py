@@ -38,6 +38,10 @@ class Materials:
         assert isinstance(parameter, torch.Tensor), name
         return parameter
 
+    def scale(self, name: str) -> torch.Tensor | None:
+        """The scales of the stack `name`, if it is in 8-bit floats."""
+        return self.tensor(f"{name}.scale") if f"{name}.scale" in self.parameters else None
+
     def matrix(self, name: str) -> LinearWeight:
         """The parameter `name`, which is laid out for a linear map."""
         parameter = self.parameters[name]

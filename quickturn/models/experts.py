@@ -86,6 +86,8 @@ class Mix:
             gate_up_bias=materials.tensor(f"{self.name}.gate_up_bias") if biased else None,
             down_bias=materials.tensor(f"{self.name}.down_bias") if biased else None,
             activation=self.activation,
+            gate_up_scale=materials.scale(f"{self.name}.gate_up"),
+            down_scale=materials.scale(f"{self.name}.down"),
         )
         bias = materials.tensor(f"{self.router}.bias") if self.router_bias else None
         router = Router(materials.matrix(f"{self.router}.weight"), self.routing, bias)

@@ -26,8 +26,11 @@ class FusedDecode:
     rows: int
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether the batch is few decode rows, every one of which is sampled."""
-        return batch.prefill is None and batch.sample_rows is None and batch.num_decode <= self.rows
+        """Whether the batch is few decode rows, every one of which is sampled; a cache in e4m3 has scales
+        that the op doesn't know.
+        """
+        few = batch.prefill is None and batch.sample_rows is None and batch.num_decode <= self.rows
+        return few and batch.keys_and_values(0).k.dtype != torch.float8_e4m3fn
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Embeddings `[R, H]` to float32 logits `[R, V]`; x is used up."""

@@ -249,6 +249,46 @@ def test_a_cache_in_e4m3(tmp_path: Path, cache_scales: bool) -> None:
     assert pieces == tokens
 
 
+@pytest.mark.parametrize(("intermediate", "kept"), [(128, True), (192, False)])
+def test_experts(tmp_path: Path, intermediate: int, kept: bool) -> None:
+    """A mixture as Qwen publishes it: stacks stay in e4m3 where blocks meet experts, else become floats."""
+    torch.manual_seed(7)
+    sizes = SIZES | {"hidden_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, moe_intermediate_size=intermediate)
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors, meant = {}, {}
+    for name, tensor in reference.state_dict().items():
+        if ".experts." in name:
+            stack = torch.empty_like(tensor)
+            for expert, matrix in enumerate(tensor):
+                gated = name.endswith("gate_up_proj")
+                for part, rows in zip(
+                    ("gate", "up") if gated else ("down",), matrix.chunk(1 + gated), strict=True
+                ):
+                    stored, stack[expert].chunk(1 + gated)[part == "up"][:] = quantize(rows, "blocks")
+                    key = name.rsplit(".", 1)[0] + f".{expert}.{part}_proj.weight"
+                    tensors |= {key + ending: value.clone() for ending, value in stored.items()}
+            meant[name] = stack
+        else:
+            tensors[name] = meant[name] = tensor.clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    stated = {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": BLOCKS}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config.to_json_string()) | stated))
+    reference.load_state_dict(meant)
+    loaded = parameters(tmp_path, "stored")
+    stacks = [name for name in loaded if name.endswith((".gate_up", ".down"))]
+    assert len(stacks) == 4
+    for name in stacks:
+        weight = loaded[name]
+        assert isinstance(weight, torch.Tensor)
+        assert (weight.dtype == E4M3) == kept == (f"{name}.scale" in loaded)
+    prompt = torch.randint(0, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).numpy()
+    for quantization, atol in (("none", 1e-3), ("stored", 0.3), ("fp8", 0.3)):
+        assert close(logits(tmp_path, prompt, quantization=quantization)[1], expected, atol)
+
+
 @pytest.mark.parametrize(
     "stated",
     [

@@ -21,6 +21,9 @@ BLOCK = 128
 FP8_BLOCK = "fp8_block"
 FP8_CHANNEL = "fp8_channel"
 
+_SCRATCH = 1 << 24
+"""Elements quantised at a time."""
+
 _SMALLEST = 1e-12
 """Least maximum that a scale is made for: zeros must not divide by zero."""
 
@@ -31,16 +34,18 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     `scale = max |w| / 448` over the block, in float32, and `q = round_to_nearest_even(w / scale)`.
     """
     rows, columns = weight.shape
-    result = torch.empty((rows, columns), dtype=FP8, device=weight.device)
+    result = torch.empty((rows, columns), dtype=torch.uint8, device=weight.device).view(FP8)
     scales = aligned_scales(rows, columns, weight.device)
-    # A band of blocks at a time: the float32 scratch stays small.
-    for band in range(scales.shape[0]):
-        part = weight[band * BLOCK : (band + 1) * BLOCK].float()
-        padded = torch.nn.functional.pad(part, (0, -columns % BLOCK))
-        blocks = padded.view(part.shape[0], -1, BLOCK)
-        scale = blocks.abs().amax((0, 2)).clamp_min(_SMALLEST) / FP8_MAX
-        scales[band] = scale
-        result[band * BLOCK : (band + 1) * BLOCK] = _to_fp8(blocks / scale[:, None]).flatten(1)[:, :columns]
+    # Some rows of blocks at a time: the float32 scratch stays small.
+    step = max(1, _SCRATCH // (columns * BLOCK))
+    for first in range(0, scales.shape[0], step):
+        part = weight[first * BLOCK : (first + step) * BLOCK].float()
+        padded = torch.nn.functional.pad(part, (0, -columns % BLOCK, 0, -part.shape[0] % BLOCK))
+        blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+        scale = blocks.abs().amax((1, 3)).clamp_min(_SMALLEST) / FP8_MAX
+        scales[first : first + step] = scale
+        quantized = _to_fp8(blocks / scale[:, None, :, None]).view(padded.shape)
+        result[first * BLOCK : (first + step) * BLOCK] = quantized[: part.shape[0], :columns]
     return result, scales
 
 
