@@ -1,6 +1,6 @@
 """Times a gated delta net's ops on Hopper in CUDA graphs: 16 k heads, 32 v heads, 128 x 128 states.
 
-    python kernels/bench/hopper_gated_delta.py OUT.json [decode] [prefill] [conv] [fla]
+    python kernels/bench/hopper_gated_delta.py OUT.json [decode] [prefill] [conv] [norm] [fla]
 
 Every form is first held against the reference. decode: `gated_delta_step` (convolution, delta rule and gated
 norm), the portable ops that it replaces, and the recurrence alone; a graph has one call a layer, each with
@@ -347,9 +347,16 @@ def fla(lengths: tuple[int, ...]) -> dict[str, Any]:
     return {"lengths": lengths, "fla_eager": eager(call), "fla_graph": timed([call] * 4)}
 
 
+def norm(tokens: int) -> dict[str, Any]:
+    """The gated norm of a prompt."""
+    x, gate, weight = random(tokens, HEADS, DIM), random(tokens, HEADS, DIM), random(DIM)
+    us = timed([lambda: kernels.gated_rms_norm(x, gate, weight, 1e-6)] * 4)
+    return {"tokens": tokens, "us": us, "gbs": round(tokens * HEADS * DIM * 6 / us / 1e3)}
+
+
 def main() -> None:
     """Measure what the command line names, or everything."""
-    wanted = sys.argv[2:] or ["decode", "prefill", "conv", "fla"]
+    wanted = sys.argv[2:] or ["decode", "prefill", "conv", "norm", "fla"]
     registry.load(every_tier=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     parts: dict[str, list[Call]] = {
@@ -359,6 +366,7 @@ def main() -> None:
         ],
         "prefill": [lambda lengths=lengths: prefill(lengths) for lengths in PROMPTS],
         "conv": [lambda lengths=lengths: convolution(lengths) for lengths in PROMPTS],
+        "norm": [lambda tokens=tokens: norm(tokens) for tokens in (512, 8192)],
         "fla": [lambda lengths=lengths: fla(lengths) for lengths in PROMPTS],
     }
     for part in wanted:

@@ -112,7 +112,7 @@ if cuda_build.available((9, 0)):
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
         traits={"head_dim": {hopper_prefill.HEAD_DIM}},
-        priority=Priority.REFERENCE,
+        priority=Priority.SPECIALIZED,
     )
     def gated_delta_prefill(
         q: Tensor,

@@ -183,7 +183,7 @@ def launch(
         made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
     out = torch.empty(v.shape, dtype=q.dtype, device=device)
     if groups is None:
-        groups = 1 if 2 * rows * heads <= describe(device).units else 2
+        groups = 1
     arguments = _Arguments(
         q=q.data_ptr(),
         k=k.data_ptr(),
