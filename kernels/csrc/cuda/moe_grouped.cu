@@ -21,6 +21,7 @@ struct GroupedArguments {
   const bf16* bias;  // [experts, weight_rows] or null
   const int* tile_experts;
   const int* tile_pairs;  // [tiles, rows of a tile], -1 where there is none
+  const int* tile_rows;   // how many of them there are
   const int* tiles;       // how many there are
   long long row_pitch;    // elements
   int pairs_a_row, columns, features;
@@ -35,9 +36,9 @@ constexpr int kThreads = 3 * kGroup;
 constexpr int kSlice = 64;  // columns in a stage: 128 bytes, the width of the swizzle
 constexpr int kPart = 64;   // weight rows of a box and of a product
 constexpr int kParts = 4;
+constexpr int kNarrow = 32;  // tokens: tiles of more can be multiplied by halves
 constexpr int kPartBytes = kPart * kSlice * 2;
 constexpr int kMaxStages = 6;
-constexpr int kBehind = 2;  // stages whose tokens may be on their way
 constexpr int kShared = 227 << 10;
 
 __host__ __device__ constexpr int stage_bytes(int tokens) {
@@ -61,9 +62,9 @@ __device__ __forceinline__ void copy16(uint32_t to, const bf16* from, bool real)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
                : "memory");
 }
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// The barrier is told when this thread's copies so far have arrived.
+__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void store_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
@@ -102,20 +103,13 @@ __device__ __forceinline__ void fill(const TensorMap* weight, const GroupedArgum
                                      uint32_t full, uint32_t empty, int items, int blocks) {
   constexpr int kStages = stages_for(kTokens), kStageBytes = stage_bytes(kTokens);
   constexpr int kOwn = kTokens / 16;  // rows of this thread
-  const int lane = threadIdx.x % 32;
   const int chunk = threadIdx.x % 8, first_row = threadIdx.x / 8;
   const int slices = (args.columns + kSlice - 1) / kSlice;
   const int weight_rows = args.gated ? 2 * args.features : args.features;
   Place place{0, 1};
-  int unsignalled = 0;
-  const auto signal = [&](int stage) {
-    // The products read through another path than the copies write.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full + 8 * stage);
-  };
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int tile = item / blocks, block = item % blocks;
+    const int used = args.tile_rows[tile];
     const bf16* row[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -142,22 +136,29 @@ __device__ __forceinline__ void fill(const TensorMap* weight, const GroupedArgum
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int r = first_row + 16 * i;
+        if (16 * i >= kTokens / 2 && used <= kTokens / 2) break;
         const bool real = inside && row[i] != nullptr;
         copy16(at + kParts * kPartBytes + r * 128 + ((chunk ^ (r & 7)) << 4),
                real ? row[i] + slice * kSlice : args.rows, real);
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      if (unsignalled == kBehind) {
-        copies_wait<kBehind>();
-        signal((place.stage + kStages - kBehind) % kStages);
-      } else {
-        ++unsignalled;
-      }
+      copies_arrive(full + 8 * place.stage);
       place.next(kStages);
     }
   }
-  copies_wait<0>();
-  for (; unsignalled > 0; --unsignalled) signal((place.stage + kStages - unsignalled) % kStages);
+}
+
+// One stage of a warpgroup: its two parts times the first kUsed tokens.
+template <int kUsed, int kCount>
+__device__ __forceinline__ void products(float (&sum)[2][kCount], uint32_t tokens, uint32_t weights,
+                                         int add) {
+#pragma unroll
+  for (int step = 0; step < kSlice / 16; ++step) {
+    const uint64_t b = operand(tokens + step * 32);
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      product<kUsed>(reinterpret_cast<float(&)[kUsed / 2]>(sum[part]),
+                     operand(weights + part * kPartBytes + step * 32), b, add || step > 0);
+  }
 }
 
 template <int kTokens>
@@ -173,7 +174,8 @@ __device__ __forceinline__ void multiply_tiles(const GroupedArguments& args, uin
   Place place{0, 0};
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int tile = item / blocks, block = item % blocks;
-    const int expert = args.tile_experts[tile];
+    // What a tile lacks in tokens isn't multiplied, by halves.
+    const bool whole = args.tile_rows[tile] > kTokens / 2;
     int pair[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) pair[i] = args.tile_pairs[tile * kTokens + first_row + 16 * i];
@@ -181,16 +183,15 @@ __device__ __forceinline__ void multiply_tiles(const GroupedArguments& args, uin
     int previous = -1;
     for (int slice = 0; slice < slices; ++slice) {
       barrier_wait(full + 8 * place.stage, place.parity);
+      // The products read through another path than the tokens' copies wrote.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       const uint32_t at = ring + place.stage * kStageBytes;
       products_begin();
-#pragma unroll
-      for (int step = 0; step < kSlice / 16; ++step) {
-        const uint64_t b = operand(at + kParts * kPartBytes + step * 32);
-#pragma unroll
-        for (int part = 0; part < 2; ++part)
-          product<kTokens>(sum[part], operand(at + (group * 2 + part) * kPartBytes + step * 32), b,
-                           slice > 0 || step > 0);
-      }
+      if (kTokens <= kNarrow || whole)
+        products<kTokens>(sum, at + kParts * kPartBytes, at + group * 2 * kPartBytes, slice > 0);
+      else
+        products<kTokens / (kTokens <= kNarrow ? 1 : 2)>(sum, at + kParts * kPartBytes,
+                                                         at + group * 2 * kPartBytes, slice > 0);
       products_commit();
       if (previous >= 0) {
         products_wait<1>();
@@ -207,7 +208,8 @@ __device__ __forceinline__ void multiply_tiles(const GroupedArguments& args, uin
     // A thread holds two weight rows (eight apart) of two tokens in each group of eight tokens.
     const int feature = args.gated ? (block * 2 + group) * kPart : (block * 2 + group) * 2 * kPart;
     if (args.bias != nullptr) {
-      const long long base = static_cast<long long>(expert) * (args.gated ? 2 : 1) * args.features;
+      const long long base =
+          static_cast<long long>(args.tile_experts[tile]) * (args.gated ? 2 : 1) * args.features;
 #pragma unroll
       for (int part = 0; part < 2; ++part)
 #pragma unroll
@@ -257,12 +259,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char memory[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
   constexpr int kStages = stages_for(kTokens);
-  static_assert(kStages > kBehind + 1);
   const uint32_t ring = (shared_address(memory) + 1023u) & ~1023u;
   const uint32_t full = shared_address(barriers), empty = full + 8 * kMaxStages;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(full + 8 * stage, 1 + kGroup / 32);
+      barrier_init(full + 8 * stage, 1 + kGroup);
       barrier_init(empty + 8 * stage, 2 * kGroup / 32);
     }
     barrier_init_fence();

@@ -21,7 +21,8 @@ MOST_ROWS = 128
 
 class _Arguments(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("rows", "out", "bias", "tile_experts", "tile_pairs", "tiles")),
+        *((name, ctypes.c_void_p) for name in ("rows", "out", "bias")),
+        *((name, ctypes.c_void_p) for name in ("tile_experts", "tile_pairs", "tile_rows", "tiles")),
         ("row_pitch", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("pairs_a_row", "columns", "features", "gated", "oss")),
     ]
@@ -88,6 +89,7 @@ def grouped(
         bias=None if bias is None else bias.data_ptr(),
         tile_experts=tiles.experts.data_ptr(),
         tile_pairs=tiles.pairs.data_ptr(),
+        tile_rows=tiles.rows.data_ptr(),
         tiles=tiles.used.data_ptr(),
         row_pitch=rows.stride(0),
         pairs_a_row=pairs_a_row,

@@ -19,11 +19,12 @@ MAX_CHUNK = 4096
 
 @dataclass(frozen=True)
 class Tiles:
-    """experts: int32 [most], the expert of each tile. pairs: int32 [most, rows], pair numbers, -1 where a
-    tile has no row. used: int32 [1], how many tiles there are.
+    """experts, rows: int32 [most], the expert of each tile, and how many pairs it has. pairs: int32
+    [most, size], pair numbers, -1 where a tile has no more. used: int32 [1], how many tiles there are.
     """
 
     experts: Tensor
+    rows: Tensor
     pairs: Tensor
     used: Tensor
 
@@ -49,6 +50,7 @@ def place_kernel(
     chosen,
     counts,
     tile_experts,
+    tile_rows,
     tile_pairs,
     used,
     pairs,
@@ -65,12 +67,14 @@ def place_kernel(
     own = tl.sum(tl.where(index == expert, tiles, 0), axis=0)
     if expert == experts - 1:
         tl.store(used, first + own)
-    for tile in range(first, first + own):
-        tl.store(tile_experts + tile, expert)
+    count = tl.load(counts + expert)
+    for tile in range(0, own):
+        tl.store(tile_experts + first + tile, expert)
+        tl.store(tile_rows + first + tile, tl.minimum(count - tile * ROWS, ROWS))
     found = first * ROWS
     if own > 0:
         row = (first + own - 1) * ROWS + tl.arange(0, ROWS)
-        real = row < found + tl.load(counts + expert)
+        real = row < found + count
         tl.store(tile_pairs + row, tl.full([ROWS], -1, tl.int32), mask=real == 0)
         for start in range(0, pairs, CHUNK):
             pair = start + tl.arange(0, CHUNK)
@@ -87,6 +91,7 @@ def make_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     tiles = Tiles(
         torch.empty(most, dtype=torch.int32, device=device),
+        torch.empty(most, dtype=torch.int32, device=device),
         torch.empty((most, rows), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
@@ -96,6 +101,7 @@ def make_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
         chosen,
         counts,
         tiles.experts,
+        tiles.rows,
         tiles.pairs,
         tiles.used,
         pairs,
