@@ -279,6 +279,19 @@ def fp8() -> None:
             weight = torch.zeros((1024, 4096), dtype=torch.uint8).view(torch.float8_e4m3fn)
             with registry.use(linear="triton_fp8"):
                 kernels.linear(x, prepare_fp8_linear(weight, scale), x[0, :1024])
+    label = "e4m3 cache"
+    dtype = torch.bfloat16
+    cache = torch.empty((4, 3, 2, 64, 8, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)[:, 1]
+    keys, values = cache[:, 0], cache[:, 1]
+    whole = torch.zeros(2, dtype=torch.int64)
+    lens, tables = torch.zeros(2, dtype=torch.int32), torch.zeros((2, 16), dtype=torch.int32)
+    starts = torch.zeros(3, dtype=torch.int32)
+    q, k = torch.empty((1024, 32, 128), dtype=dtype), torch.empty((2, 8, 128), dtype=dtype)
+    ops = ("rotary_cache_write", "paged_attention_decode", "paged_attention_prefill")
+    with registry.use(**dict.fromkeys(ops, "triton_fp8")):
+        kernels.rotary_cache_write(q[:2], k, k, whole, torch.empty((64, 128)), keys, values, whole)
+        kernels.paged_attention_decode(q[:2], keys, values, tables, lens, 0.1, max_context_len=1024)
+        kernels.paged_attention_prefill(q, keys, values, tables, starts, lens, 512, 0.1, max_context_len=512)
 
 
 PLANS: dict[str, tuple[Callable[[], None], ...]] = {

@@ -43,6 +43,17 @@ def compiled(plan: str) -> list[dict[str, Any]]:
         ),
         ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel"}),
         (
+            "fp8",
+            {
+                "quantize_groups_kernel",
+                "quantize_rows_kernel",
+                "linear_kernel",
+                "rotary_cache_write_kernel",
+                "decode_kernel",
+                "prefill_kernel",
+            },
+        ),
+        (
             "moe",
             {
                 "route_kernel",
