@@ -9,7 +9,7 @@ from torch import Tensor
 import quickturn_kernels as kernels
 from quickturn_kernels import cuda_build, numerics, platform
 from quickturn_kernels.ops.linear.fp8 import dequantize
-from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped
+from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped, hopper_route, triton_tiles
 from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
@@ -265,3 +265,20 @@ def test_grouped_products(
     assert _off(got[real], want[real]) < 1.2e-2
     assert (got[~real] == 0).all()
     assert torch.equal(got, hopper_grouped.moe(x, experts, weights, chosen, shared, rows))
+
+
+@needs_hopper
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 4), (1000, 256), (1024, 7), (70000, 256), (5000, 512)])
+@pytest.mark.parametrize("size", [16, 128])
+def test_tiles_are_those_of_the_portable_kernels(pairs: int, experts: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    chosen = torch.randint(-1, experts + 1, (pairs, 1), device="cuda", dtype=torch.int32)
+    with numerics.poisoned():
+        want, got = (
+            triton_tiles.make_tiles(chosen, experts, size),
+            hopper_route.make_tiles(chosen, experts, size),
+        )
+    used = int(want.used)
+    assert int(got.used) == used
+    for mine, theirs in ((got.experts, want.experts), (got.rows, want.rows), (got.pairs, want.pairs)):
+        assert torch.equal(mine[:used], theirs[:used])

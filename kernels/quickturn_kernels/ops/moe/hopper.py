@@ -8,15 +8,31 @@ from torch import Tensor
 from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.linear import PLAIN
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
-from quickturn_kernels.ops.moe import hopper_grouped
+from quickturn_kernels.ops.moe import hopper_grouped, hopper_route
 from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
 from quickturn_kernels.ops.moe.reference import moe_block as composed
 from quickturn_kernels.ops.moe.triton import moe as portable
-from quickturn_kernels.ops.moe.weights import ExpertWeights, Router, SharedExpert
+from quickturn_kernels.ops.moe.triton import route as portable_route
+from quickturn_kernels.ops.moe.weights import ExpertWeights, Router, Routing, SharedExpert
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
 
 if cuda_build.available((9, 0)):
+
+    @register(
+        "route",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.float32,),
+        priority=Priority.REFERENCE,
+    )
+    def route(
+        logits: Tensor, routing: Routing, bias: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `quickturn_kernels.route`."""
+        if logits.stride(1) != 1 or not hopper_route.takes(logits.shape[1], routing, bias):
+            return portable_route(logits, routing, bias, positions)
+        return hopper_route.launch_route(logits, routing, bias, positions)
 
     @register(
         "moe",

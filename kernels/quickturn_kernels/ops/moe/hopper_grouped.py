@@ -8,8 +8,9 @@ from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
 from quickturn_kernels.ops.linear import PLAIN
+from quickturn_kernels.ops.moe.hopper_route import MAX_EXPERTS, make_tiles
 from quickturn_kernels.ops.moe.triton import combine
-from quickturn_kernels.ops.moe.triton_tiles import Tiles, make_tiles
+from quickturn_kernels.ops.moe.triton_tiles import Tiles
 from quickturn_kernels.ops.moe.weights import ExpertWeights, SharedExpert
 from quickturn_kernels.platform import describe
 
@@ -37,6 +38,7 @@ def takes(x: Tensor, experts: ExpertWeights) -> bool:
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
         and experts.layout == PLAIN
+        and experts.count <= MAX_EXPERTS
         and experts.hidden % 8 == 0
         and experts.intermediate % 64 == 0
         and all(bias is None or (bias.dtype == x.dtype and bias.is_contiguous()) for bias in biases)

@@ -9,13 +9,14 @@ from torch import Tensor
 from quickturn_kernels.cuda_build import library
 from quickturn_kernels.ops.linear import FEW_ROWS, PLAIN, LinearWeight
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
+from quickturn_kernels.ops.moe.hopper_route import MAX_EXPERTS, MAX_TOP, Rules, rules
+from quickturn_kernels.ops.moe.hopper_route import takes as takes_rules
 from quickturn_kernels.ops.moe.weights import FP8_SIDE, ExpertWeights, Router, SharedExpert
 from quickturn_kernels.platform import describe
 from quickturn_kernels.triton_common import zeroed_counters
 
-MAX_EXPERTS, MAX_TOP, ROUTER_ROWS = 512, 16, 4
+ROUTER_ROWS = 4
 GRANULE = 64
-SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax_after": 2}
 
 _POINTERS = (
     *("x", "router", "router_bias", "positions", "chosen", "weights"),
@@ -29,18 +30,10 @@ _INTEGERS = (
 )
 
 
-class _Rules(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("experts", "top", "scoring", "normalize")),
-        ("scale", ctypes.c_float),
-        ("correction", ctypes.c_void_p),
-    ]
-
-
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        ("rules", _Rules),
+        ("rules", Rules),
         ("x_pitch", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in _INTEGERS),
     ]
@@ -82,15 +75,14 @@ def _takes_shared(shared: SharedExpert, experts: ExpertWeights, multiple: int) -
 
 def takes_router(x: Tensor, router: Router) -> bool:
     """Whether the router can be computed in the same launch: plain bfloat16, no groups."""
-    weight, routing = router.weight, router.routing
+    weight = router.weight
     return (
-        routing.groups == 1
+        takes_rules(weight.shape[0], router.routing, router.correction)
         and weight.layout == PLAIN
         and weight.dtype == torch.bfloat16
         and weight.tensors[0].is_contiguous()
         and weight.shape[0] + 1 <= ROUTER_ROWS * describe(x.device).units
         and (router.bias is None or router.bias.dtype == torch.bfloat16)
-        and (router.correction is None or router.correction.dtype == torch.float32)
     )
 
 
@@ -122,17 +114,9 @@ def launch(
     logits = torch.empty((tokens, experts.count + 1), dtype=torch.float32, device=device)
     entry, stages_for = _functions(device, experts.layout == FP8_BLOCK)
     stages = stages_for(tokens, top)
-    rules = _Rules(experts.count, top, 0, 0, 1.0, None)
+    chosen_by = Rules(experts.count, top, 0, 0, 1.0, None)
     if router is not None:
-        routing = router.routing
-        rules = _Rules(
-            experts.count,
-            top,
-            SCORINGS[routing.scoring],
-            routing.normalize,
-            routing.scale,
-            _address(router.correction),
-        )
+        chosen_by = rules(experts.count, router.routing, router.correction)
     gate_up_scale, gate_up_pitch = _scale(None if shared is None else shared.gate_up)
     down_scale, down_pitch = _scale(None if shared is None else shared.down)
     arguments = _Arguments(
@@ -159,7 +143,7 @@ def launch(
         between=between.data_ptr(),
         out=out.data_ptr(),
         counters=zeroed_counters(device, 2).data_ptr(),
-        rules=rules,
+        rules=chosen_by,
         x_pitch=x.stride(0),
         tokens=tokens,
         hidden=hidden,

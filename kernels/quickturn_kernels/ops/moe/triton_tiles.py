@@ -83,18 +83,23 @@ def place_kernel(
             found += tl.sum(mine, axis=0)
 
 
-def make_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
-    """Sort the pairs of `chosen` (int32 [T, k], contiguous, T > 0) into tiles of `rows` rows."""
-    device, pairs = chosen.device, chosen.numel()
+def empty_tiles(pairs: int, experts: int, size: int, device: torch.device) -> Tiles:
+    """Room for the tiles of `size` rows that so many pairs may need at most."""
     active = min(experts, pairs)
-    most = (pairs - active) // rows + active
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
-    tiles = Tiles(
+    most = (pairs - active) // size + active
+    return Tiles(
         torch.empty(most, dtype=torch.int32, device=device),
         torch.empty(most, dtype=torch.int32, device=device),
-        torch.empty((most, rows), dtype=torch.int32, device=device),
+        torch.empty((most, size), dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
+
+
+def make_tiles(chosen: Tensor, experts: int, size: int) -> Tiles:
+    """Sort the pairs of `chosen` (int32 [T, k], contiguous, T > 0) into tiles of `size` rows."""
+    device, pairs = chosen.device, chosen.numel()
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
+    tiles = empty_tiles(pairs, experts, size, device)
     chunk = min(MAX_CHUNK, next_power_of_two(pairs))
     count_kernel[(experts,)](chosen, counts, pairs, CHUNK=chunk, num_warps=4)
     place_kernel[(experts,)](
@@ -106,7 +111,7 @@ def make_tiles(chosen: Tensor, experts: int, rows: int) -> Tiles:
         tiles.used,
         pairs,
         experts,
-        ROWS=rows,
+        ROWS=size,
         CHUNK=chunk,
         BLOCK=next_power_of_two(experts),
         num_warps=4,
