@@ -117,6 +117,17 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-dense": ("qwen3_next", HYBRID | MIXTURE | {"decoder_sparse_step": 2, "attention_bias": True}),
     "qwen3.5": ("qwen3_5_text", HYBRID),
     "qwen3.5-tied": ("qwen3_5_text", HYBRID | {"tie_word_embeddings": True, "linear_num_key_heads": 4}),
+    "qwen3.5-small": (
+        "qwen3_5_text",
+        HYBRID
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
     "qwen3.5-moe": ("qwen3_5_moe_text", HYBRID | MIXTURE),
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-softcap": (
