@@ -209,6 +209,15 @@ def test_the_whole_model(tmp_path: Path, form: str) -> None:
     assert not close(kept, expected, 1e-4)
 
 
+def test_transformers_reads_blocks_alike(tmp_path: Path) -> None:
+    """The oracle's numbers are those that transformers dequantises to (it wants whole blocks)."""
+    reference, _ = write(tmp_path, "blocks", hidden_size=256)
+    ids = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(1))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids).logits, reference(ids).logits, rtol=1e-2, atol=1e-2)
+
+
 def test_quantised_at_load(tmp_path: Path) -> None:
     """Matrices that were floats, but neither head nor embedding; random weights too."""
     write(tmp_path, "blocks")
