@@ -2,7 +2,10 @@
 the work.
 """
 
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +15,10 @@ from quickturn_kernels import cuda_build, platform, registry
 from quickturn_kernels.numerics.attention import FP16, Shape, attention_case
 from quickturn_kernels.numerics.check import check
 from quickturn_kernels.ops.attention import paged_attention_prefill
-from quickturn_kernels.ops.attention.hopper_prefill_launch import launch
+from quickturn_kernels.ops.attention.hopper_prefill_launch import MAX_ROUNDS, launch, rounds_for
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
-pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
 
 BORDERS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200)
 WIDE = Shape("", BORDERS, BORDERS, heads=8, kv_heads=2, head_dim=128, block_tokens=64)
@@ -49,11 +52,13 @@ SHAPES = (
 )
 
 
+@needs_hopper
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_agrees_with_the_reference(shape: Shape, seed: int, device: torch.device) -> None:
     check(attention_case("paged_attention_prefill", shape), "hopper", seed, device)
 
 
+@needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("least_piece", [1, 3, 1000])
 @pytest.mark.parametrize("rounds", [1, 3, 8])
@@ -100,3 +105,35 @@ def test_any_cut_gives_the_same(head_dim: int, least_piece: int, rounds: int, se
             max_context_len=max(contexts),
         )
     torch.testing.assert_close(first, expected, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
+def test_products_overlap_and_nothing_spills(tmp_path: Path) -> None:
+    """The compiler serialises products, or spills, without an error; then the kernel is half as fast."""
+    compiler = cuda_build.compiler()
+    assert compiler is not None
+    done = subprocess.run(
+        [
+            compiler,
+            *("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-cubin"),
+            *("-o", str(tmp_path / "prefill.cubin")),
+            str(cuda_build.source_directory() / "attention_prefill.cu"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = done.stdout + done.stderr
+    assert "Performance Loss" not in told, told
+    spilled = re.findall(r"(\d+) bytes spill stores", told)
+    assert spilled
+    assert set(spilled) == {"0"}, told
+
+
+def test_rounds_are_for_much_work_on_long_contexts() -> None:
+    """Where there is little work, or what it reads stays in L2, all blocks share all of it."""
+    assert rounds_for(8192, 1, 8, 128, 4, 8192) == 1
+    assert rounds_for(300, 1, 8, 128, 4, 131072) == 1
+    assert 1 < rounds_for(32768, 1, 8, 128, 4, 32768) <= MAX_ROUNDS
+    assert rounds_for(1 << 20, 8, 8, 128, 4, 1 << 20) == MAX_ROUNDS
+    assert rounds_for(5, 0, 8, 128, 4, 0) == 1
