@@ -258,6 +258,21 @@ def test_a_cache_in_e4m3(tmp_path: Path, cache_scales: bool) -> None:
     assert pieces == tokens
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["blocks", "channel"])
+def test_on_a_gpu(tmp_path: Path, form: str, dtype: str) -> None:
+    """Matrices and cache in e4m3; recorded decode steps give the tokens that launched ones give."""
+    reference, _ = write(tmp_path, form, hidden_size=256, head_dim=128)
+    prompt = torch.randint(0, 300, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).numpy()
+    options = {"dtype": dtype, "memory": 64 << 20, "block_tokens": 64, "kv_cache_dtype": "fp8"}
+    tokens, got = logits(tmp_path, prompt, **options)
+    assert close(got, expected, 0.5)
+    assert logits(tmp_path, prompt, **options, graphs=False)[0] == tokens
+
+
 @pytest.mark.parametrize(("intermediate", "kept"), [(128, True), (192, False)])
 def test_experts(tmp_path: Path, intermediate: int, kept: bool) -> None:
     """A mixture as Qwen publishes it: stacks stay in e4m3 where blocks meet experts, else become floats."""
