@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Generator
 
-from quickturn_kernels import gated_delta_prefill, gated_delta_step, use
+from quickturn_kernels import causal_conv1d, gated_delta_prefill, gated_delta_step, use
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -98,3 +98,32 @@ def test_prefill(groups: int, state_dtype: torch.dtype, seed: int) -> None:
         )
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(ours.float(), states.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_convolution_of_many_channels(seed: int) -> None:
+    generator = Generator("cuda").manual_seed(seed)
+    lengths, channels = (1, 1, 0, 300, 33, 32), 4096 + 8
+    rows = len(lengths)
+    # A part of a wider projection.
+    x = torch.randn(sum(lengths), channels + 64, generator=generator, device="cuda").to(BF16)[:, :channels]
+    weight = torch.randn(channels, 4, generator=generator, device="cuda").to(BF16)
+    states = torch.randn(rows, 2, channels, 3, generator=generator, device="cuda").to(BF16)
+    block = torch.arange(rows, device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    found = []
+    for name in ("reference", "hopper"):
+        kept = states.clone()
+        with use(causal_conv1d=name):
+            out = causal_conv1d(
+                x,
+                weight,
+                kept[:, 1],
+                block,
+                block,
+                block == 1,
+                query_start=starts,
+                max_query_len=max(lengths),
+            )
+        found.append((out, kept))
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1.6e-2)
