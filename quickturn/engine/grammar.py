@@ -172,8 +172,8 @@ def grammar_of(source: str) -> "Grammar":
 
 
 def tokenizer_info(model: str, vocab_size: int, stop_ids: Sequence[int]) -> "TokenizerInfo":
-    """The vocabulary as grammars see it: bytes a token; special tokens have none, so that no text matches
-    them.
+    """The vocabulary as grammars see it: bytes a token. Special tokens get bytes that are no UTF-8, so that
+    no text matches them and a grammar can still ask for one by its id.
     """
     import xgrammar
 
@@ -182,7 +182,7 @@ def tokenizer_info(model: str, vocab_size: int, stop_ids: Sequence[int]) -> "Tok
     tokenizer = load_tokenizer(model)
     vocabulary = tokenizer.vocabulary
     special = vocabulary.special_ids
-    tokens = [b"" if index in special else vocabulary.token_bytes(index) for index in range(vocab_size)]
+    tokens = [b"\xff" * (index in special) + vocabulary.token_bytes(index) for index in range(vocab_size)]
     ends = sorted({*stop_ids, *tokenizer.eos_ids})
     return xgrammar.TokenizerInfo(
         tokens,

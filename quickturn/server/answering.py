@@ -11,8 +11,9 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quickturn.sampling_params import SamplingParams
-from quickturn.server.errors import ApiError, invalid
+from quickturn.sampling_params import Constraint, SamplingParams
+from quickturn.server.constraining import compiled
+from quickturn.server.errors import ApiError, invalid, not_supported
 from quickturn.server.fields import (
     CommonFields,
     choice_count,
@@ -30,6 +31,10 @@ from quickturn.text.chat_template import TemplateFailed
 from quickturn.text.conversation import BadMessage
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
 from quickturn.text.rendering import render_chat
+from quickturn.text.structured.constraint import constraint_of
+from quickturn.text.structured.formats import Format
+from quickturn.text.structured.schema import BadSchema
+from quickturn.text.structured.tool_grammar import NoGrammar
 from quickturn.text.tools import Tool
 
 _NEVER = -1e9
@@ -52,7 +57,8 @@ class Turn:
     `messages` are in the form of chat templates (`text.conversation`), `fields` says how to sample,
     `template` holds variables for the chat template. `max_tokens` is what was asked for and the name of
     that field, `messages_param` the field to blame for messages that can't be rendered. `logprobs`:
-    alternatives a token, None for none at all.
+    alternatives a token, None for none at all. `output` is what the visible text has to follow (built by
+    `server.openai_format`), `output_param` the field that said so.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -64,15 +70,57 @@ class Turn:
     template: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     messages_param: str = "messages"
+    output: Format | None = None
+    output_param: str = "response_format"
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the choice leaves."""
+        if self.tool_choice.mode == "none":
+            return ()
+        name = self.tool_choice.name
+        return self.tools if name is None else tuple(tool for tool in self.tools if tool.name == name)
 
 
 Answers = Generation[list[AnswerEvent]]
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A rendered turn. `thinking`: its prompt leaves the answer inside of thinking."""
+
+    prompt: list[int]
+    thinking: bool
+    constraint: Constraint | None
+
+
 async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
     """Render the turn, and submit its choices to the engine. Raises ApiError, or ClientGone."""
-    prompt = await prepare(request, lambda: render(state, turn))
-    return submit(state, turn, prompt, tenant_of(request))
+    prepared = await prepare(request, lambda: _prepare(state, turn))
+    if prepared.constraint is not None:
+        param = "tools" if turn.output is None else turn.output_param
+        await compiled(request, state, prepared.constraint, param)
+    return _submit(state, turn, prepared, tenant_of(request))
+
+
+def _prepare(state: ServerState, turn: Turn) -> _Prepared:
+    markup, choice = state.markup, turn.tool_choice
+    prompt = render(state, turn)
+    thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
+    try:
+        constraint = constraint_of(
+            markup,
+            output=turn.output,
+            tools=turn.callable_tools,
+            must_call=choice.mode == "required",
+            single_call=not turn.parallel_calls or choice.name is not None,
+            thinking=thinking,
+        )
+    except NoGrammar as error:
+        raise not_supported("tool_choice" if choice.mode == "required" else "tools", str(error)) from error
+    except BadSchema as error:
+        raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_schema") from error
+    return _Prepared(prompt, thinking, constraint)
 
 
 def render(state: ServerState, turn: Turn) -> list[int]:
@@ -96,15 +144,16 @@ def render(state: ServerState, turn: Turn) -> list[int]:
         raise invalid(turn.messages_param, str(error)) from error
 
 
-def submit(state: ServerState, turn: Turn, prompt: list[int], tenant: str) -> Answers:
+def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) -> Answers:
     """Submit every choice of a rendered turn of `tenant`. Raises ApiError for fields out of range."""
-    fields, markup = turn.fields, state.markup
+    fields, markup, prompt = turn.fields, state.markup, prepared.prompt
     count = choice_count(fields)
     asked, param = turn.max_tokens
     max_tokens = clamp_max_tokens(asked, param, len(prompt), turn.messages_param, state.max_context)
-    sampling = sampling_params(fields, state.tokenizer, state.vocab_size, max_tokens, turn.logprobs)
-    thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
-    tools = turn.tools if turn.tool_choice.mode != "none" else ()
+    sampling = sampling_params(
+        fields, state.tokenizer, state.vocab_size, max_tokens, turn.logprobs, prepared.constraint
+    )
+    tools = turn.callable_tools
     if turn.tools and not tools:
         sampling = _without_calls(sampling, state)
 
@@ -114,7 +163,7 @@ def submit(state: ServerState, turn: Turn, prompt: list[int], tenant: str) -> An
             markup.format,
             markup.alphabet,
             tools=tools,
-            thinking=thinking,
+            thinking=prepared.thinking,
             skip_special=fields.skip_special_tokens is not False,
         )
         return AnswerReader(parser, sampling, single_call=bool(tools) and not turn.parallel_calls)

@@ -9,6 +9,7 @@ from quickturn.server.answering import ToolChoice, Turn
 from quickturn.server.anthropic_content import chat_messages
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import MAX_STOPS, CommonFields
+from quickturn.server.openai_format import read_response_format
 from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice
 from quickturn.text.tools import Tool
 
@@ -81,8 +82,7 @@ def prompt_turn(
     effort = (body.output_config or {}).get("effort")
     if effort is not None:
         template["reasoning_effort"] = effort
-    if (body.output_config or {}).get("format") is not None:
-        raise not_supported("output_config", "output_config.format is not supported yet")
+    output = read_response_format((body.output_config or {}).get("format"), "output_config.format")
     return Turn(
         messages=chat_messages(body.system, body.messages),
         fields=fields if fields is not None else CommonFields(),
@@ -91,6 +91,8 @@ def prompt_turn(
         tool_choice=choice,
         parallel_calls=parallel,
         template=template,
+        output=output,
+        output_param="output_config.format",
     )
 
 

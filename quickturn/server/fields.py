@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from quickturn.sampling_params import SamplingParams
+from quickturn.sampling_params import Constraint, SamplingParams
 from quickturn.server.errors import ApiError, invalid
 from quickturn.server.generation import Routing
 from quickturn.text.tokenizer import Tokenizer
@@ -45,6 +45,12 @@ class CommonFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     prompt_cache_key: str | None = None
 
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -73,7 +79,12 @@ def choice_count(fields: CommonFields) -> int:
 
 
 def sampling_params(
-    fields: CommonFields, tokenizer: Tokenizer, vocab_size: int, max_tokens: int, logprobs: int | None
+    fields: CommonFields,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    max_tokens: int,
+    logprobs: int | None,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
     """The engine's view of `fields`, with the model's own defaults where the client says nothing.
 
@@ -102,6 +113,7 @@ def sampling_params(
             include_stop_str=bool(fields.include_stop_str_in_output),
             ignore_eos=bool(fields.ignore_eos),
             min_tokens=_first(fields.min_tokens, None, 0),
+            constraint=constraint,
         )
     except ValueError as error:
         raise invalid(str(error).split(" ", 1)[0], str(error)) from error

@@ -11,20 +11,19 @@ from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
 from quickturn.server.fields import CommonFields, check_refused
 from quickturn.server.openai_chat_reply import ChatReply
+from quickturn.server.openai_format import read_output
 from quickturn.server.openai_tools import read_tool_choice, read_tools
 from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
 
-_REFUSED = ("functions", "function_call", "response_format", "modalities", "audio")
+_REFUSED = ("functions", "function_call", "modalities", "audio")
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 _WHY = {
     "functions": "functions is not supported: use tools",
     "function_call": "function_call is not supported: use tool_choice",
-    "response_format": "response_format is not supported yet beyond {'type': 'text'}",
 }
 
 
@@ -43,7 +42,6 @@ class ChatBody(CommonFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
 
@@ -88,4 +86,5 @@ def turn_of(body: ChatBody) -> Turn:
         parallel_calls=body.parallel_tool_calls is not False,
         template=template,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        output=read_output(body),
     )

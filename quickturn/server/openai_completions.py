@@ -9,8 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickturn.sampling_params import SamplingParams
+from quickturn.sampling_params import Constraint, SamplingParams
 from quickturn.server.body import read_body
+from quickturn.server.constraining import compiled
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import (
     CommonFields,
@@ -24,11 +25,13 @@ from quickturn.server.fields import (
     tenant_of,
 )
 from quickturn.server.generation import Generation, Piece, Prompt
+from quickturn.server.openai_format import read_output
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
 from quickturn.server.replying import answer, prepare
 from quickturn.server.state import ServerState
 from quickturn.server.streaming import DONE, event_of
 from quickturn.text.detokenizer import Detokenizer
+from quickturn.text.structured.formats import source
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
@@ -36,7 +39,6 @@ DEFAULT_MAX_TOKENS = 16
 _WHY = {
     "echo": "echo is not supported yet: put the prompt and the answer together on your side",
     "suffix": "suffix is not supported: the served model completes at the end only",
-    "response_format": "response_format is not supported yet beyond {'type': 'text'}",
 }
 
 
@@ -49,7 +51,6 @@ class CompletionBody(CommonFields, kw_only=True):
 
     echo: Any = None
     suffix: Any = None
-    response_format: Any = None
 
 
 _DECODER = msgspec.json.Decoder(CompletionBody)
@@ -59,12 +60,15 @@ async def completions(request: Request) -> Response:
     """Continue one or several prompts, streamed or whole."""
     state: ServerState = request.app.state.server
     body = await read_body(request, _DECODER, state.limits)
-    refused = {"echo": body.echo, "suffix": body.suffix, "response_format": body.response_format}
-    check_refused(refused, {"response_format": ({"type": "text"},), "suffix": ("",)}, _WHY)
+    check_refused({"echo": body.echo, "suffix": body.suffix}, {"suffix": ("",)}, _WHY)
     if body.best_of is not None and body.best_of != choice_count(body):
         raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")
     model = state.model_name(body.model)
-    prompts = await prepare(request, lambda: _prompts(state, body))
+    output = read_output(body)
+    constraint = None if output is None else Constraint(source(output))
+    if constraint is not None:
+        await compiled(request, state, constraint, "response_format")
+    prompts = await prepare(request, lambda: _prompts(state, body, constraint))
     routing = routing_of(body, tenant_of(request))
     skip_special = body.skip_special_tokens is not False
 
@@ -76,7 +80,7 @@ async def completions(request: Request) -> Response:
     return await answer(request, generation, reply, bool(body.stream), state.limits.keepalive)
 
 
-def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
+def _prompts(state: ServerState, body: CompletionBody, constraint: Constraint | None) -> list[Prompt]:
     count = choice_count(body)
     logprobs = body.logprobs
     prompts = []
@@ -90,7 +94,7 @@ def _prompts(state: ServerState, body: CompletionBody) -> list[Prompt]:
             raise invalid(place, f"{place} is empty: give at least one token to go on from")
         asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         max_tokens = clamp_max_tokens(asked, "max_tokens", len(tokens), place, state.max_context)
-        sampling = sampling_params(body, state.tokenizer, state.vocab_size, max_tokens, logprobs)
+        sampling = sampling_params(body, state.tokenizer, state.vocab_size, max_tokens, logprobs, constraint)
         prompts.append(Prompt(tokens, seeds(sampling, count)))
     return prompts
 

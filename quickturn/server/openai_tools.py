@@ -3,7 +3,7 @@
 from typing import Any
 
 from quickturn.server.answering import ToolChoice
-from quickturn.server.errors import invalid, not_supported
+from quickturn.server.errors import invalid
 from quickturn.text.tools import Tool
 
 MAX_TOOLS = 512
@@ -45,7 +45,6 @@ def check_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
         raise invalid("tool_choice", "tool_choice needs tools")
     if choice.name is not None and all(tool.name != choice.name for tool in tools):
         raise invalid("tool_choice", f"tool_choice names {choice.name!r}, which is not among the tools")
-    raise not_supported("tool_choice", "tool_choice 'required' and named functions are not supported yet")
 
 
 def _tool(tool: Any, place: str) -> Tool:

@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 
 from quickturn.server.answering import ToolChoice, Turn
-from quickturn.server.errors import invalid, not_supported
+from quickturn.server.errors import invalid
 from quickturn.server.fields import CommonFields, StreamOptions, check_refused
+from quickturn.server.openai_format import read_response_format
 from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice
 from quickturn.server.responses_items import Item, chat_messages
 from quickturn.text.tools import Tool
@@ -59,8 +60,7 @@ def response_turn(body: ResponsesBody, items: list[Item]) -> Turn:
     ApiError.
     """
     check_refused({name: getattr(body, name) for name in _REFUSED}, {}, {})
-    if (body.text or _TEXT).get("format", _TEXT["format"]) != _TEXT["format"]:
-        raise not_supported("text", "text.format is not supported yet beyond {'type': 'text'}")
+    output = read_response_format((body.text or _TEXT).get("format"), "text.format")
     if not 0 <= (body.top_logprobs or 0) <= 20:
         raise invalid("top_logprobs", f"top_logprobs must be between 0 and 20, got {body.top_logprobs}")
     tools = read_tools(body.tools)
@@ -87,6 +87,8 @@ def response_turn(body: ResponsesBody, items: list[Item]) -> Turn:
         template=template,
         logprobs=body.logprobs,
         messages_param="input",
+        output=output,
+        output_param="text.format",
     )
 
 

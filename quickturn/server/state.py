@@ -40,6 +40,8 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
+    grammars: dict[str, None] = field(default_factory=dict)
+    """Sources of grammars that the engine has compiled lately, oldest first."""
     active: int = 0
     """HTTP requests to `/v1` that have not been answered to the end."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -60,7 +60,35 @@ def chat(served: Served, **fields: Any) -> httpx.Response:
         ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        ({"response_format": {"type": "regex", "pattern": "odd"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+        ({"guided_regex": "(?=a)"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": 7}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}
+                ]
+            },
+            "tools",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice",
+        ),
         ({"modalities": ["audio"]}, "modalities"),
     ],
 )

@@ -97,7 +97,8 @@ def _hermes(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[int
     ids: list[int] = []
     for call in calls:
         body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
-        ids += mark("<tool_call>") + data(f"\n{body}\n") + mark("</tool_call>") + data("\n")
+        ids += data("\n" if ids else "")
+        ids += mark("<tool_call>") + data(f"\n{body}\n") + mark("</tool_call>")
     return ids
 
 
@@ -108,10 +109,10 @@ def _raw(value: Any) -> str:
 def _qwen3_coder(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[int]:
     ids: list[int] = []
     for call in calls:
-        ids += mark("<tool_call>") + data(f"\n<function={call.name}>\n")
+        ids += data("\n" if ids else "") + mark("<tool_call>") + data(f"\n<function={call.name}>\n")
         for key, value in call.arguments.items():
             ids += data(f"<parameter={key}>\n{_raw(value)}\n</parameter>\n")
-        ids += data("</function>\n") + mark("</tool_call>") + data("\n")
+        ids += data("</function>\n") + mark("</tool_call>")
     return ids
 
 
@@ -125,7 +126,8 @@ def _deepseek(fenced: bool) -> Writer:
                 ids += data("function") + mark("<｜tool▁sep｜>") + data(f"{call.name}\n```json\n{body}\n```")
             else:
                 ids += data(call.name) + mark("<｜tool▁sep｜>") + data(body)
-            ids += mark("<｜tool▁call▁end｜>") + data("\n" if fenced else "")
+            last = call is calls[-1]
+            ids += mark("<｜tool▁call▁end｜>") + data("\n" if fenced and not last else "")
         return ids + mark("<｜tool▁calls▁end｜>")
 
     return write
@@ -143,7 +145,7 @@ def _kimi(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[int]:
 def _glm(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[int]:
     ids: list[int] = []
     for call in calls:
-        ids += data("\n") + mark("<tool_call>") + data(f"{call.name}\n")
+        ids += data("\n" if ids else "") + mark("<tool_call>") + data(f"{call.name}\n")
         for key, value in call.arguments.items():
             ids += mark("<arg_key>") + data(key) + mark("</arg_key>") + data("\n")
             ids += mark("<arg_value>") + data(_raw(value)) + mark("</arg_value>") + data("\n")
@@ -188,7 +190,7 @@ def _mistral(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[in
 
 
 def _mistral_list(mark: Callable[[str], list[int]], calls: Sequence[Call]) -> list[int]:
-    bodies = [{"name": call.name, "arguments": call.arguments, "id": "abcdefghi"} for call in calls]
+    bodies = [{"name": call.name, "arguments": call.arguments} for call in calls]
     return mark("[TOOL_CALLS]") + data(json.dumps(bodies, ensure_ascii=False))
 
 

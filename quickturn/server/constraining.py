@@ -1,0 +1,28 @@
+"""Grammars are compiled before their request is answered, so that a bad one is refused with a status."""
+
+from starlette.requests import Request
+
+from quickturn.engine.client import EngineDied
+from quickturn.sampling_params import Constraint
+from quickturn.server.errors import ApiError, unavailable
+from quickturn.server.state import ServerState
+from quickturn.server.streaming import unless_gone
+
+_REMEMBERED = 256
+
+
+async def compiled(request: Request, state: ServerState, constraint: Constraint, param: str) -> None:
+    """Return when the engine has compiled the constraint. Raises ApiError naming `param` if it can't, or
+    ClientGone.
+    """
+    if constraint.source in state.grammars:
+        return
+    try:
+        error = await unless_gone(request, state.engine.check(constraint))
+    except EngineDied as died:
+        raise unavailable(str(died)) from died
+    if error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar")
+    state.grammars[constraint.source] = None
+    if len(state.grammars) > _REMEMBERED:
+        del state.grammars[next(iter(state.grammars))]
