@@ -316,8 +316,7 @@ class EngineCore:
         tokens = result.tokens.tolist()
         for id, token in zip(flight.requests, tokens, strict=True):
             if token < 0 and id in self._live:
-                self._live[id].error = "the model's output is not a finite number; this request can't go on"
-                self._scheduler.cancel(id)
+                self._fail(id)
         applied = self._scheduler.apply(
             control.StepResult(flight.step, result.tokens, elapsed_us=elapsed * 1e6)
         )
@@ -359,6 +358,13 @@ class EngineCore:
         self._finished[finish] += 1
         cached = -1 if live.reported else max(live.cached_tokens, 0)
         return TokenOutput(id, tokens, finish, cached, logprobs, live.error)
+
+    def _fail(self, id: int) -> None:
+        """End a request whose logits are not finite: nobody starts from what it computed, or meets it in a
+        block that was freed.
+        """
+        self._live[id].error = "the model's output is not a finite number; this request can't go on"
+        self._runner.spoil(self._scheduler.fail(id) or [])
 
     def _reject(self, id: int, message: str) -> None:
         self._finished["error"] += 1

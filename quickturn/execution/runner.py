@@ -16,6 +16,7 @@ from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, StepRows
 from quickturn.execution.graphs import DecodeGraphs
 from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
+from quickturn.execution.wipe import Wiper
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
 
@@ -89,6 +90,7 @@ class Runner:
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
         self._graphs: DecodeGraphs | None = None
+        self._wiper = Wiper(self.arena)
 
     def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
         """Record the decode step of every batch bucket; `progress(done, total)`. Needs a CUDA device."""
@@ -104,6 +106,11 @@ class Runner:
         self._batch.load_tokens(slot, tokens)
         self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
 
+    def spoil(self, blocks: Sequence[Sequence[int]]) -> None:
+        """These blocks of each group hold numbers that are none: wiped when somebody else gets them."""
+        for group, ids in enumerate(blocks):
+            self._wiper.spoil(group, ids)
+
     @torch.inference_mode()
     def launch(
         self,
@@ -116,6 +123,7 @@ class Runner:
         """
         started = time.perf_counter()
         for group, update in enumerate(updates):
+            self._wiper.wipe(group, update.blocks)
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
         replayed = self._graphs.replay(rows) if self._graphs is not None else None
         logits = replayed[0] if replayed is not None else self._model.forward(self._batch.forward_batch(rows))
