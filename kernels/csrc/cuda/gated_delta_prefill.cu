@@ -83,6 +83,8 @@ __device__ void produce(const GatedDeltaScanArguments& args, const Maps& maps, c
   using L = Layout<kGroups>;
   const int key_head = head / (args.heads / args.key_heads);
   const int column = blockIdx.x * kGroups * 64;
+  // States and indexes are older; what the preparation makes is only read here.
+  wait_for_predecessors();
   for (int chunk = 0; chunk < walk.chunks; ++chunk) {
     const int stage = chunk % kStages, turn = chunk / kStages;
     const uint32_t at = shared + stage * L::kStage, ready = full + stage * 8;
@@ -402,8 +404,8 @@ __global__ void __launch_bounds__(kThreads<kGroups>, 1)
   }
   __syncthreads();
   const Walk walk(args.query_start, args.context_lens, row);
-  if (walk.chunks == 0) return;
-  if (static_cast<const int*>(args.state_out)[row] < 0) {
+  if (walk.chunks == 0 || static_cast<const int*>(args.state_out)[row] < 0) {
+    wait_for_predecessors();
     // Padding.
     for (int piece = threadIdx.x; piece < (walk.end - walk.start) * kGroups * 8; piece += blockDim.x) {
       const int token = walk.start + piece / (kGroups * 8), part = piece % (kGroups * 8);
@@ -430,8 +432,18 @@ cudaError_t launch(const GatedDeltaScanArguments& args, const Maps& maps, cudaSt
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  kernel<<<dim3(2 / kGroups, args.heads, args.rows), kThreads<kGroups>, kShared, stream>>>(args, maps);
-  return cudaGetLastError();
+  // Dependent on the preparation, which was not: what came before that is complete when this starts.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(2 / kGroups, args.heads, args.rows);
+  config.blockDim = dim3(kThreads<kGroups>);
+  config.dynamicSmemBytes = kShared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, args, maps);
 }
 
 }  // namespace

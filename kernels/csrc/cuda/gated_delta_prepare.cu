@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(128, 4)
   Shared& shared = *reinterpret_cast<Shared*>(raw + ((1024 - shared_address(raw) % 1024) % 1024));
   const int slot = blockIdx.x, key_head = blockIdx.y;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quad = lane % 4;
+  let_dependents_start();
 
   // The row whose slots hold ours: the last that begins at or before it.
   const int* starts = static_cast<const int*>(args.query_start);
