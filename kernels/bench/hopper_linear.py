@@ -20,7 +20,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import quickturn_kernels as kernels
-from quickturn_kernels.ops.linear.hopper_launch import Plan, choose, launch, shared_memory
+from quickturn_kernels.ops.linear.hopper_launch import Plan, choose, launch
 from quickturn_kernels.ops.norm.hopper import add_rms_norm
 
 DEVICE = torch.device("cuda")
@@ -146,44 +146,13 @@ def step(start: Tensor, residual: Tensor, weights: dict[str, list[Tensor]], chan
     return apply(normed(x), weights["head"][0], "head")
 
 
-def shared_out(first: int, second: int, trigger: int, rows: int, shape: Shape, swap: bool = False) -> Change:
-    """Plans by which two kernels in turn can live on one multiprocessor, but never two blocks of one.
-
-    `first` and `second` are bytes of shared memory for the matrices behind a norm and for the others.
-    """
-
-    def change(plan: Plan, name: str) -> Plan:
-        behind_norm = (name in ("qkv", "gate_up", "head")) != swap
-        features = shape.matrices[name][0] // (2 if name == "gate_up" else 1)
-        limit = first if behind_norm else second
-        stages = 16
-        while (
-            stages > 2
-            and shared_memory(rows, features, name == "gate_up", replace(plan, stages=stages)) > limit
-        ):
-            stages -= 1
-        return replace(plan, stages=stages, trigger=trigger, alone=1 if behind_norm else 2)
-
-    return change
-
-
-def variants(rows: int, shape: Shape) -> dict[str, Change]:
-    """Ways to overlap the kernels of a step."""
-    made: dict[str, Change] = {
-        "chosen": unchanged,
-        "ordinary launches": lambda plan, name: replace(plan, early=False),
-        "whole multiprocessor, dependents at the end": lambda plan, name: replace(plan, trigger=0),
-        "whole multiprocessor, dependents at the last 3": lambda plan, name: replace(plan, trigger=3),
-    }
-    for first, second in ((124_000, 106_000), (150_000, 80_000)):
-        for trigger in (0, 1, 2, 4, 9999):
-            made[f"two kernels, {first}/{second}, trigger {trigger}"] = shared_out(
-                first, second, trigger, rows, shape
-            )
-        made[f"two kernels swapped, {first}/{second}, trigger 1"] = shared_out(
-            first, second, 1, rows, shape, swap=True
-        )
-    return made
+VARIANTS: dict[str, Change] = {
+    "chosen": unchanged,
+    "ordinary launches": lambda plan, name: replace(plan, early=False),
+    "dependents at the end": lambda plan, name: replace(plan, trigger=0),
+    "x not shared by two blocks": lambda plan, name: replace(plan, pair=False),
+}
+"""Ways to overlap the kernels of a step."""
 
 
 def measure(shape: Shape, roof: float) -> dict[str, object]:
@@ -212,7 +181,7 @@ def measure(shape: Shape, roof: float) -> dict[str, object]:
             times = {"cublas and triton": graph_time(lambda: step(start, residual, weights, None))}  # noqa: B023
             want = step(start, residual, weights, None)
         reference = step(start, residual, weights, unchanged)
-        for label, change in variants(rows, shape).items():
+        for label, change in VARIANTS.items():
             times[label] = graph_time(lambda: step(start, residual, weights, change))  # noqa: B023
             if not torch.equal(step(start, residual, weights, change), reference):
                 times[label] = float("nan")

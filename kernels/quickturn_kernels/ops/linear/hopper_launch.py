@@ -29,8 +29,8 @@ AT_ONCE = 1 << 20
 class Plan:
     """tile_rows: rows of the weight in a tile, a multiple of 8 (gated: 16) up to 192. split: blocks that
     share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
-    block's ring. trigger: the kernel behind may start when a block has so many stages left to request. alone:
-    what keeps two blocks of this kernel off one multiprocessor, 1 shared memory, 2 registers, 0 nothing.
+    block's ring. trigger: the kernel behind may start when a block has so many stages left to request. pair:
+    two blocks, of neighbouring tiles, share x where it has more than 16 rows and each block has one tile.
     early: start before the kernel ahead has finished.
     """
 
@@ -39,14 +39,14 @@ class Plan:
     blocks: int
     stages: int
     trigger: int
-    alone: int = 0
+    pair: bool = False
     early: bool = True
 
 
 class _Plan(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int)
-        for name in ("tile_rows", "split", "blocks", "stages", "trigger", "alone", "early")
+        for name in ("tile_rows", "split", "blocks", "stages", "trigger", "pair", "early")
     ]
 
 
@@ -141,7 +141,7 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
 
 @cache
 def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.alone, plan.early)
+    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.pair, plan.early)
 
 
 @cache
