@@ -292,21 +292,25 @@ __device__ __forceinline__ void attend(const Plan& plan, const StackLayer& layer
   const uint32_t query = shared_address(scratch);
   Softmax8 state;
   state.clear();
-  if (warp == 0 && newest && piece.context > 0)
-    state.add(query, query + kFreshKeyAt, shared_address(shared + plan.at.fresh), kQueryRows, 0, 0, 1,
-              args.scale_log2);
+  // The newest key comes first, to a warp that has the fewest tiles ahead of it.
 #pragma unroll 1
-  for (int tile = 0; tile < count; ++tile) {
-    const int start = (piece.first_tile + first + tile) * kKeys;
-    if (start >= piece.stored || start + kKeys <= piece.oldest) continue;
-    ring.wait_full();
-    const int half = warp % 2 * 16;
-    const int from = max(piece.oldest - start - half, 0), to = min(piece.stored - start - half, 16);
-    if (tile % (kWarps / 2) == warp / 2 && from < to) {
-      if (from > 0 || to < 16) clear_hidden(shared + ring.stage * kSlotBytes + kTileBytes, half, from, to);
-      state.add(query, ring.slot(), ring.slot() + kTileBytes, kKeys, half, from, to, args.scale_log2);
+  for (int tile = newest && piece.context > 0 ? -1 : 0; tile < count; ++tile) {
+    uint32_t keys = query + kFreshKeyAt, values = shared_address(shared + plan.at.fresh);
+    int rows = kQueryRows, half = 0, from = 0, to = 1;
+    bool mine = warp == count % (kWarps / 2) * 2;
+    if (tile >= 0) {
+      const int start = (piece.first_tile + first + tile) * kKeys;
+      if (start >= piece.stored || start + kKeys <= piece.oldest) continue;
+      keys = ring.slot(), values = keys + kTileBytes, rows = kKeys;
+      half = warp % 2 * 16, from = max(piece.oldest - start - half, 0);
+      to = min(piece.stored - start - half, 16);
+      mine = warp / 2 == tile % (kWarps / 2) && from < to;
+      ring.wait_full();
+      if (mine && (from > 0 || to < 16))
+        clear_hidden(shared + ring.stage * kSlotBytes + kTileBytes, half, from, to);
     }
-    ring.release(args.stages);
+    if (mine) state.add(query, keys, values, rows, half, from, to, args.scale_log2);
+    if (tile >= 0) ring.release(args.stages);
   }
 
   // The warps' sums meet.
