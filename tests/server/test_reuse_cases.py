@@ -1,0 +1,217 @@
+"""What must be reused of a model with states, and what must never change an answer: the cases that clients
+report, through HTTP and the real engine over a tiny hybrid.
+
+Every prompt is token ids. `cache_salt` keeps requests apart: one with a salt of its own is computed from
+nothing, and is what a reused one must equal.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from servers import Served, start_server, stop_server
+from tiny_text import write_tiny_text
+from transformers import AutoConfig, AutoModelForCausalLM
+
+pytest.importorskip("quickturn_control")
+pytest.importorskip("quickturn_kernels")
+
+UNIT = 64
+MODEL: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "max_position_embeddings": 9000,
+    "initializer_range": 0.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+ENGINE = {"dtype": "float32", "memory": 24 << 20, "served_model_name": "hybrid", "max_requests": 24}
+_salts = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with a text side that has a token for each byte."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5_text", **MODEL)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return write_tiny_text(folder)
+
+
+def serve(folder: Path, **engine: Any) -> Served:
+    options = ENGINE | engine
+    context = options.pop("max_context", None)
+    return start_server(folder, core="quickturn.engine.core:EngineCore", engine=options, max_context=context)
+
+
+@pytest.fixture(scope="module")
+def served(hybrid: Path) -> Iterator[Served]:
+    server = serve(hybrid)
+    yield server
+    stop_server(server)
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator["Client"]:
+    async with openai.AsyncOpenAI(base_url=served.url, api_key="any", max_retries=0, timeout=300) as api:
+        yield Client(api)
+
+
+LETTERS = {str(byte): 100 for byte in range(ord("a"), ord("z") + 1)}
+"""Answers are made of letters only, so that their text says which token ids they are."""
+
+
+class Client:
+    """Completions of token ids: greedy, as long as asked for."""
+
+    def __init__(self, api: openai.AsyncOpenAI) -> None:
+        self.api = api
+
+    async def ask(self, prompt: list[int], count: int = 8, *, salt: str = "", session: str = "") -> "Reply":
+        extra = {"ignore_eos": True, "cache_salt": salt}
+        if session:
+            extra["prompt_cache_key"] = session
+        answer = await self.api.completions.create(
+            model="hybrid",
+            prompt=prompt,
+            max_tokens=count,
+            temperature=0,
+            logit_bias=LETTERS,
+            extra_body=extra,
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == count
+        return Reply(answer)
+
+    async def cold(self, prompt: list[int], count: int = 8) -> "Reply":
+        """The same from nothing."""
+        reply = await self.ask(prompt, count, salt=f"cold {next(_salts)}")
+        assert reply.cached == 0
+        return reply
+
+
+class Reply:
+    """Token ids and cached tokens of an answer."""
+
+    def __init__(self, answer: Any) -> None:
+        self.tokens = list(answer.choices[0].text.encode())
+        self.cached = answer.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.fixture
+def tokens() -> Callable[[int], list[int]]:
+    """Random prompts."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    return lambda count: [rng.randrange(3, 250) for _ in range(count)]
+
+
+Tokens = Callable[[int], list[int]]
+
+
+@pytest.mark.parametrize("suffix", [40, 376, 1296])
+async def test_r1_a_long_suffix_hides_no_shared_prefix(client: Client, tokens: Tokens, suffix: int) -> None:
+    """Two prompts part after 6,476 tokens; whoever shares that prefix third finds a state where they did."""
+    shared = tokens(6476)
+    cached = []
+    for first in (3, 4, 5):
+        prompt = [*shared, first, *tokens(suffix - 1)]
+        reply = await client.ask(prompt)
+        cached.append(reply.cached)
+    assert reply.tokens == (await client.cold(prompt)).tokens
+    assert cached[0] == 0
+    assert cached[2] >= len(shared) // UNIT * UNIT
+
+
+async def test_r3_a_short_shared_prefix_is_a_hit(client: Client, tokens: Tokens) -> None:
+    shared = tokens(480)
+    await client.ask([*shared, 3])
+    reply = await client.ask([*shared, 4])
+    assert reply.cached >= 448
+    assert reply.tokens == (await client.cold([*shared, 4])).tokens
+
+
+async def test_r4_chained_turns_stay_exact(client: Client, tokens: Tokens) -> None:
+    """Three turns, each the one before and more, then a question about the first: as with the cache off."""
+    context: list[int] = []
+    for turn in range(4):
+        context += tokens(70)
+        reply = await client.ask(context, 24, session="r4")
+        assert reply.tokens == (await client.cold(context, 24)).tokens, f"turn {turn}"
+        context += reply.tokens
+
+
+async def test_r5_what_was_generated_is_reusable(client: Client, tokens: Tokens) -> None:
+    context = tokens(100)
+    answer = await client.ask(context, 50, session="r5")
+    reply = await client.ask([*context, *answer.tokens, *tokens(50)], session="r5")
+    assert reply.cached == 150 // UNIT * UNIT
+
+
+async def test_r7_prompts_that_land_among_decoding_rows_change_nothing(
+    client: Client, tokens: Tokens
+) -> None:
+    """Eight long answers run while a burst of prompts of all lengths comes."""
+    slow = [tokens(20 + 7 * index) for index in range(6)]
+    burst = [tokens(length) for length in (1, 30, 64, 65, 200, 450)]
+    alone = [await client.cold(prompt, 40) for prompt in slow] + [
+        await client.cold(prompt) for prompt in burst
+    ]
+
+    async def late(prompt: list[int]) -> Reply:
+        await client.ask(slow[0], 2, salt="r7 pace")
+        return await client.ask(prompt, salt="r7")
+
+    together = await asyncio.gather(
+        *(client.ask(prompt, 40, salt="r7") for prompt in slow), *(late(prompt) for prompt in burst)
+    )
+    assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+
+
+async def test_r8_who_gave_way_comes_back_exact(hybrid: Path, tokens: Tokens) -> None:
+    """A pool for a few of the requests: some are retracted in mid-answer, and the metrics say so."""
+    server = serve(hybrid, memory=1 << 20)
+    try:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=300) as api:
+            client = Client(api)
+            prompts = [tokens(60) for _ in range(24)]
+            together = await asyncio.gather(*(client.ask(prompt, 200) for prompt in prompts))
+            assert server.stats()["quickturn_engine_retractions"] > 0
+            for prompt, reply in zip(prompts[::4], together[::4], strict=True):
+                assert reply.tokens == (await client.cold(prompt, 200)).tokens
+    finally:
+        stop_server(server)
+
+
+async def test_r9_what_fits_progresses_and_what_never_can_is_refused(hybrid: Path, tokens: Tokens) -> None:
+    server = serve(hybrid, memory=1 << 20)
+    try:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=300) as api:
+            client = Client(api)
+            models = await api.models.list()
+            longest = models.data[0].max_model_len  # type: ignore[attr-defined]
+            reply, other = await asyncio.gather(
+                client.ask(tokens(longest - 20), 8), client.ask(tokens(30), 8)
+            )
+            assert len(reply.tokens) == len(other.tokens) == 8
+            with pytest.raises(openai.BadRequestError, match=str(longest)):
+                await client.ask(tokens(longest + 1), 1)
+    finally:
+        stop_server(server)
