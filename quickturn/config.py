@@ -1,5 +1,6 @@
 """The one configuration object of an engine."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -55,6 +56,12 @@ class EngineConfig:
     """A state checkpoint lies so many tokens before the end of a prompt, besides the one at its end."""
     checkpoint_stride: int = 16384
     """Tokens between the state checkpoints inside a long prompt."""
+    min_tps_per_user: float = 0.0
+    """The promise of tokens a second to every user: a step carries no more prompt than that leaves room for,
+    and no more requests run. 0: none.
+    """
+    max_ttft: float = 0.0
+    """Seconds to a first token that prompts are hurried for, as far as that promise allows. 0: none."""
     overlap: bool | None = None
     """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
     graphs: bool = True
@@ -69,5 +76,8 @@ class EngineConfig:
         for name in ("max_requests", "max_step_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("min_tps_per_user", "max_ttft"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 (no promise) or more, got {getattr(self, name)}")
         if self.memory is not None and self.memory < 1 << 20:
             raise ValueError(f"memory must be at least 1 MiB, got {self.memory} bytes")

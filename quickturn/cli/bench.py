@@ -183,6 +183,8 @@ def throughput(
     prompt: Annotated[str, typer.Option(help="prompt tokens, or a range")] = "1024",
     answer: Annotated[str, typer.Option(help="answer tokens, or a range")] = "128",
     shared: Annotated[int, typer.Option(help="first tokens that all prompts share", min=0)] = 0,
+    min_tps_per_user: options.MinTps = 0.0,
+    max_ttft: options.MaxTtft = 0.0,
     max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
     peer: Annotated[str, typer.Option(help="'transformers': the same from its continuous batching")] = "",
     output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
@@ -205,6 +207,8 @@ def throughput(
         memory=memory,
         max_requests=max(load.users for load in loads),
         max_step_tokens=max_step_tokens,
+        min_tps_per_user=min_tps_per_user,
+        max_ttft=max_ttft,
     )
     running = OfflineBench(config)
     running.prefill_once(8)

@@ -62,6 +62,14 @@ MaxContext = Annotated[
 ]
 MaxRequests = Annotated[int, typer.Option(help="Requests that run at once.", min=1)]
 MaxStepTokens = Annotated[int, typer.Option(help="Tokens of one step.", min=1)]
+MinTps = Annotated[
+    float,
+    typer.Option("--min-tps-per-user", help="Tokens a second promised to every user; 0 for none.", min=0),
+]
+MaxTtft = Annotated[
+    float,
+    typer.Option("--max-ttft", help="Seconds to the first token to aim at; 0 for none.", min=0),
+]
 BlockTokens = Annotated[int, typer.Option(help="Tokens of a cache block, a power of two.", min=1)]
 PrefixCache = Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")]
 

@@ -36,6 +36,8 @@ def serve(
     max_step_tokens: options.MaxStepTokens = 2048,
     block_tokens: options.BlockTokens = 64,
     prefix_cache: options.PrefixCache = True,
+    min_tps_per_user: options.MinTps = 0.0,
+    max_ttft: options.MaxTtft = 0.0,
     tool_call_parser: Annotated[
         str, typer.Option(help="How the model writes tool calls; auto goes by its chat template.")
     ] = "auto",
@@ -62,6 +64,8 @@ def serve(
         max_step_tokens=max_step_tokens,
         block_tokens=block_tokens,
         prefix_cache=prefix_cache,
+        min_tps_per_user=min_tps_per_user,
+        max_ttft=max_ttft,
         served_model_name=served_model_name,
     )
     from quickturn.cli.progress import StartDisplay

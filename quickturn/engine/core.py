@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quickturn.config import EngineConfig
 from quickturn.engine.constraints import ALL, ConstrainedRow, Waiting, bitmask_words
 from quickturn.engine.grammar import GrammarPool, tokenizer_info
+from quickturn.engine.memory import room_for
 from quickturn.engine.messages import (
     AddRequest,
     CancelRequest,
@@ -237,7 +238,10 @@ class EngineCore:
             prefix_cache=config.prefix_cache,
             pipeline_depth=self._depth,
             policy=control.Policy(
-                checkpoint_tail=config.checkpoint_tail, checkpoint_stride=config.checkpoint_stride
+                min_tps_per_user=config.min_tps_per_user,
+                max_ttft=config.max_ttft,
+                checkpoint_tail=config.checkpoint_tail,
+                checkpoint_stride=config.checkpoint_stride,
             ),
             hash_key=secrets.token_bytes(16),
             model_salt=config.model,
@@ -274,7 +278,8 @@ class EngineCore:
             def masks() -> torch.Tensor | None:
                 return self._masks(requests, outputs)
 
-        pending = self._runner.launch(rows, updates, masks)
+        with room_for(f"a step of {plan.num_tokens} tokens", "lower --memory or --max-step-tokens"):
+            pending = self._runner.launch(rows, updates, masks)
         self._in_flight.append(InFlight(plan.step, requests, pending, launched))
         self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
 

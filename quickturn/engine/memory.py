@@ -1,6 +1,8 @@
 """How much memory the cache takes when the operator names no bound."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,9 +31,20 @@ def default_memory(device: torch.device) -> int:
     if room <= 0:
         raise MemoryError(
             f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little"
-            " for a cache; use a smaller model or dtype, or name a small --memory"
+            " for a cache; use a smaller model or --quantization fp8, or name a small --memory"
         )
     return room
+
+
+@contextmanager
+def room_for(what: str, advice: str) -> Iterator[None]:
+    """Within the block, the device's being out of memory becomes a MemoryError that says what there was no
+    room for, and what to do.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"no room for {what}: {advice} ({str(error).splitlines()[0]})") from error
 
 
 def free_memory() -> int:

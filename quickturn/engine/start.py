@@ -7,7 +7,7 @@ import torch
 
 from quickturn.cache.layout import ArenaLayout, CacheDtypes, plan_arena
 from quickturn.config import EngineConfig
-from quickturn.engine.memory import default_memory
+from quickturn.engine.memory import default_memory, room_for
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import LoadedInfo, load_model
@@ -50,15 +50,13 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
     change.
     """
     device = pick_device(config.device)
-    try:
+    with room_for(
+        f"the weights of {config.model} on {device}",
+        "use a smaller model, --dtype bfloat16 or --quantization fp8, or free the device's memory",
+    ):
         model, info = load_model(
             config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
         )
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"the weights of {config.model} don't fit on {device}: use a smaller model or dtype, or free the"
-            f" device's memory ({str(error).splitlines()[0]})"
-        ) from error
     memory = default_memory(device) if config.memory is None else config.memory
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else info.dtype
     layout = plan_arena(
@@ -70,17 +68,26 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
     )
     max_context = min(info.max_context, layout.capacity_tokens())
     progress(LoadProgress("allocating the cache", 0, 0))
-    runner = Runner(
-        model,
-        layout,
-        device=device,
-        max_requests=config.max_requests,
-        max_context=max_context,
-        vocab_size=model.vocab_size,
-        cache_scales=info.cache_scales,
-    )
+    with room_for(
+        f"the tables of {config.max_requests} requests of {max_context} tokens beside a cache of"
+        f" {layout.total_bytes / 2**30:.2f} GiB",
+        "lower --memory, --max-requests or --max-context",
+    ):
+        runner = Runner(
+            model,
+            layout,
+            device=device,
+            max_requests=config.max_requests,
+            max_context=max_context,
+            vocab_size=model.vocab_size,
+            cache_scales=info.cache_scales,
+        )
     if device.type == "cuda" and config.graphs:
-        runner.capture_graphs(lambda done, total: progress(LoadProgress("recording graphs", done, total)))
+        with room_for(
+            f"graphs of decode steps of up to {config.max_requests} rows",
+            f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
+        ):
+            runner.capture_graphs(lambda done, total: progress(LoadProgress("recording graphs", done, total)))
     ready = EngineReady(
         max_context=max_context,
         max_requests=config.max_requests,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quickturn_control as control
 import torch
 from driving import Checkpoint, Checkpoints, Driver, assert_greedy, random_prompts
 from quickturn_kernels import use
@@ -136,3 +137,86 @@ def test_only_what_was_spoilt_is_wiped() -> None:
     arena.block_bytes(0).fill_(7)
     wiper.wipe(0, np.arange(20, dtype=np.int32))
     assert bool((arena.block_bytes(0) == 7).all())
+
+
+STAGES = {
+    "quickturn.engine.start.load_model": (
+        "no room for the weights of",
+        "use a smaller model, --dtype bfloat16 or --quantization fp8",
+    ),
+    "quickturn.cache.arena.torch.zeros": ("no room for a cache of 0.01 GiB", "lower --memory"),
+    "quickturn.execution.runner.DeviceBatch": (
+        "no room for the tables of 8 requests of 256 tokens beside a cache of 0.01 GiB",
+        "lower --memory, --max-requests or --max-context",
+    ),
+    "quickturn.engine.start.Runner.capture_graphs": (
+        "no room for graphs of decode steps of up to 8 rows",
+        "lower --memory (the cache takes 0.01 GiB) or --max-requests",
+    ),
+    "quickturn.execution.runner.Runner.launch": (
+        "no room for a step of 9 tokens",
+        "lower --memory or --max-step-tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_memory_says_for_what_and_what_to_lower(
+    checkpoints: Checkpoints, rng: np.random.Generator, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoints("llama")
+    if "graphs" in stage and checkpoint.device == "cpu":
+        pytest.skip("no graphs on a CPU")
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nMore lines")
+
+    monkeypatch.setattr(stage, full)
+    (prompt,) = random_prompts(rng, [9])
+    with pytest.raises(MemoryError) as raised:
+        checkpoint.driver().run(prompt, max_tokens=2)
+    for part in STAGES[stage]:
+        assert part in str(raised.value)
+    assert "More lines" not in str(raised.value)
+
+
+def test_the_promise_reaches_the_scheduler(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, object]] = []
+    real = control.Policy
+
+    def policy(**options: object) -> control.Policy:
+        made.append(options)
+        return real(**options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(control, "Policy", policy)
+    checkpoints("llama").driver(min_tps_per_user=70.0, max_ttft=1.5)
+    assert (made[0]["min_tps_per_user"], made[0]["max_ttft"]) == (70.0, 1.5)
+    with pytest.raises(ValueError, match="max_ttft must be 0"):
+        checkpoints("llama").driver(max_ttft=-1.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-window"])
+def test_padding_rows_are_neither_read_nor_written(
+    checkpoints: Checkpoints, rng: np.random.Generator, family: str
+) -> None:
+    """Three rows in a graph of four, in an arena whose last blocks and padding slot hold poison."""
+    driver = checkpoints(family).driver(memory=1 << 20, max_requests=4)
+    runner = driver.core._runner
+    prompts = random_prompts(rng, [20, 9, 33])
+    first = [driver.add(prompt, max_tokens=25) for prompt in prompts]
+    driver.drain()
+    # Blocks that these few tokens never come to; block -1, where a negative place would lead, is the last.
+    far = runner.arena.block_bytes(0)[-20:]
+    assert not far.any()
+    far.fill_(0xFF)  # NaN in every floating dtype
+    padding = runner._batch.padding_slot
+    ids = runner._batch.token_ids[padding]
+    ids.fill_(2**31 - 1)
+    second = [driver.add(prompt, max_tokens=25) for prompt in prompts]
+    driver.drain()
+    for a, b in zip(first, second, strict=True):
+        assert driver.answers[a].tokens == driver.answers[b].tokens
+        assert driver.answers[b].cached_tokens > 0
+    assert bool((ids == 2**31 - 1).all())
+    assert all(bool((table[padding] == -1).all()) for table in runner._batch.block_tables)
+    assert bool((far == 0xFF).all())
