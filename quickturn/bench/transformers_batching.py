@@ -25,11 +25,12 @@ class BatchingPeer:
         """Load the model; `random` draws the weights instead of reading them from `path`."""
         from transformers import GenerationConfig, __version__
 
+        settings: Any = GenerationConfig
         self.name = f"transformers {__version__}, continuous batching"
         self.attention = ""
         self._device = device
         self._model = load(path, dtype, device, random=random)
-        self._model.generation_config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self._model.generation_config = settings(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def measure(self, asks: list[Ask], users: int) -> Throughput:
         """Run `asks`, `users` at a time. The manager is made for this load, its graphs are recorded and a
