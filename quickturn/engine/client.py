@@ -32,6 +32,7 @@ from quickturn.engine.messages import (
     EngineReady,
     EngineStats,
     FromEngine,
+    HoldSession,
     LoadProgress,
     Shutdown,
     StepOutput,
@@ -188,6 +189,7 @@ class EngineClient:
         cache_salt: str = "",
         deadline: float | None = None,
         retention: float = 0.0,
+        boundaries: tuple[int, ...] = (),
     ) -> RequestStream:
         """Start a request over `tokens` (int32 little-endian). Raises EngineDied when there is no engine to
         take it."""
@@ -206,11 +208,17 @@ class EngineClient:
                 cache_salt=cache_salt,
                 deadline=deadline,
                 retention=retention,
+                boundaries=boundaries,
             )
         )
         self._streams[stream.id] = stream
         self.journal.submitted(stream.id, len(tokens) // 4, session)
         return stream
+
+    def hold(self, session: str, seconds: float) -> None:
+        """Keep the session's cache warm while its tool runs: its next request is on the way."""
+        if self.failure is None:
+            self._send(HoldSession(session, seconds))
 
     async def check(self, constraint: Constraint) -> str:
         """Have the engine compile a constraint; returns '' or why it can't be used. Raises EngineDied."""

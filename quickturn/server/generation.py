@@ -16,6 +16,9 @@ from quickturn.text.tokenizer import pack_tokens
 Content = TypeVar("Content")
 ContentOut = TypeVar("ContentOut", covariant=True)
 
+TOOL_HOLD_S = 120.0
+"""Seconds for which a session that waits for a tool keeps its cache warm."""
+
 
 class News(Protocol[ContentOut]):
     """What a reader makes of new tokens; `tokens` is how many of them count."""
@@ -46,10 +49,13 @@ class Reader(Protocol[ContentOut]):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one prompt, and the sampling of each of its choices."""
+    """Token ids of one prompt, and the sampling of each of its choices. `boundaries`: positions where other
+    prompts are likely to part from this one.
+    """
 
     tokens: Sequence[int]
     sampling: Sequence[SamplingParams]
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,10 +111,10 @@ class Generation(Generic[Content]):
         self._streams: list[RequestStream] = []
         self._readers: list[Reader[Content]] = []
         self._cached: dict[int, int] = {}
-        for number, prompt in enumerate(self.prompts):
+        for prompt in self.prompts:
             packed = pack_tokens(prompt.tokens)
             for sampling in prompt.sampling:
-                self._submit(number, packed, sampling)
+                self._submit(prompt, packed, sampling)
         self.state.metrics.prompt_tokens.inc(self.usage.prompt)
 
     @property
@@ -138,7 +144,7 @@ class Generation(Generic[Content]):
                 self.state.metrics.finished.labels("aborted").inc()
                 stream.cancel()
 
-    def _submit(self, number: int, packed: bytes, sampling: SamplingParams) -> None:
+    def _submit(self, prompt: Prompt, packed: bytes, sampling: SamplingParams) -> None:
         # Made first: what can fail must not leave a request behind that nobody reads.
         reader = self.reader(sampling)
         try:
@@ -149,6 +155,7 @@ class Generation(Generic[Content]):
                 session=self.routing.session,
                 cache_salt=self.routing.cache_salt,
                 retention=self.routing.retention,
+                boundaries=prompt.boundaries,
             )
         except EngineDied as error:
             raise unavailable(str(error)) from error
@@ -170,6 +177,8 @@ class Generation(Generic[Content]):
             self.state.metrics.answer_tokens.inc(news.tokens)
             if news.finish:
                 self.state.metrics.finished.labels(news.finish).inc()
+            if news.finish == "tool_calls" and self.routing.session:
+                self.state.engine.hold(self.routing.session, TOOL_HOLD_S)
             yield Piece(
                 index=index,
                 content=news.content,

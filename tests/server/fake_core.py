@@ -24,6 +24,7 @@ from quickturn.engine.messages import (
     ConstraintChecked,
     EngineReady,
     EngineStats,
+    HoldSession,
     LoadProgress,
     StepOutput,
     TokenLogprobs,
@@ -59,7 +60,13 @@ class FakeCore:
         self._running: dict[int, _Running] = {}
         self._rejected: list[TokenOutput] = []
         self._checked: list[ConstraintChecked] = []
-        self._counts = {"added_total": 0, "cancelled_total": 0, "stopped_total": 0, "finished_total": 0}
+        self._counts = {
+            "added_total": 0,
+            "cancelled_total": 0,
+            "stopped_total": 0,
+            "finished_total": 0,
+            "held_total": 0,
+        }
         self._steps = 0
 
     def ready(self) -> EngineReady:
@@ -92,6 +99,9 @@ class FakeCore:
     def cancel(self, request: CancelRequest) -> None:
         if self._running.pop(request.id, None) is not None:
             self._counts["stopped_total" if request.finished else "cancelled_total"] += 1
+
+    def hold(self, request: HoldSession) -> None:
+        self._counts["held_total"] += 1
 
     def check(self, request: CheckConstraint) -> None:
         error = "the grammar is too odd" if "odd" in request.constraint.source else ""

@@ -72,6 +72,14 @@ def test_whole_answer_with_calls(client: openai.OpenAI) -> None:
     assert len({first.id, second.id}) == 2
 
 
+def test_a_session_that_waits_for_a_tool_is_held(client: openai.OpenAI, served: Served) -> None:
+    """Its cache stays warm: the next turn is on the way. Other endings hold nothing."""
+    before = served.stats()["quickturn_engine_held_total"]
+    assert whole(client, "no tools").finish_reason == "stop"
+    assert whole(client, CALLS).finish_reason == "tool_calls"
+    served.wait_for(lambda stats: stats["quickturn_engine_held_total"] == before + 1)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
 def test_streamed_calls_are_the_whole_ones(client: openai.OpenAI, chunk: int) -> None:
     message = whole(client, CALLS).message
