@@ -87,6 +87,33 @@ def test_decode_is_one_token_of_it(seed: int) -> None:
     torch.testing.assert_close(given["states"][0], last, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_decay_of_each_channel_is_kimis(name: str, seed: int) -> None:
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    given = inputs(seed)
+    generator = Generator().manual_seed(seed + 1)
+    given["q"], given["k"] = (given[x].repeat_interleave(HEADS // KEY_HEADS, dim=1) for x in "qk")
+    given["a"] = torch.randn(TOKENS, HEADS, DIM, generator=generator)
+    given["dt_bias"] = torch.randn(HEADS, DIM, generator=generator)
+    rate = given["a_log"].exp()[:, None]
+    g = -rate * torch.nn.functional.softplus(given["a"] + given["dt_bias"])
+    expected, last = kimi.recurrent_kimi_delta_attention(
+        *(given[x][None] for x in ("q", "k", "v")),
+        g=g[None],
+        beta=given["b"].sigmoid()[None],
+        initial_state=given["states"][:1],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    start = torch.tensor([0, TOKENS], dtype=torch.int32)
+    with use(gated_delta_prefill=name):
+        out = gated_delta_prefill(
+            **given, **one_row(0, 1), query_start=start, max_query_len=TOKENS, scale=DIM**-0.5
+        )
+    torch.testing.assert_close(out, expected[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(given["states"][1], last[0], rtol=2e-5, atol=2e-5)
+
+
 def test_convolution_is_transformers(seed: int) -> None:
     generator = Generator().manual_seed(seed)
     x, weight = torch.randn(TOKENS, 24, generator=generator), torch.randn(24, 4, generator=generator)
@@ -126,7 +153,7 @@ def test_norm_with_a_wide_weight_is_transformers(seed: int) -> None:
 
 def implementations() -> list[str]:
     """Of prefill, on this machine."""
-    signature = Signature(DEVICE, DTYPE, {"head_dim": HEAD_DIM})
+    signature = Signature(DEVICE, DTYPE, {"head_dim": HEAD_DIM, "channelwise": False})
     machine = platform.describe(DEVICE)
     found = registry.implementations("gated_delta_prefill")
     return [one.name for one in found if one.fits(signature) and one.platform.runs_on(machine)]

@@ -39,7 +39,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of the heads, and the dtypes of activations and of recurrent states."""
+    """Sizes of the heads, the dtypes of activations and of recurrent states, and whether each key channel has
+    a decay of its own.
+    """
 
     key_heads: int
     heads: int
@@ -47,10 +49,12 @@ class Heads:
     value_dim: int
     dtype: torch.dtype = FP32
     state_dtype: torch.dtype = FP32
+    channelwise: bool = False
 
     def __str__(self) -> str:
         kinds = "/".join(str(one).removeprefix("torch.") for one in (self.dtype, self.state_dtype))
-        return f"{self.key_heads}/{self.heads} heads {self.key_dim}x{self.value_dim} {kinds}"
+        sizes = f"{self.key_heads}/{self.heads} heads {self.key_dim}x{self.value_dim}"
+        return f"{sizes} {kinds}{', channelwise' if self.channelwise else ''}"
 
 
 PROMPTS = (
@@ -76,11 +80,13 @@ STEPS = (
 HEADS = (
     Heads(1, 2, 16, 16),
     Heads(2, 2, 24, 40),
+    Heads(1, 2, 24, 16, channelwise=True),
     Heads(2, 4, 128, 128, BF16),
 )
 MORE_HEADS = (
     Heads(1, 3, 128, 128, BF16, BF16),
     Heads(1, 1, 256, 64, FP16),
+    Heads(2, 2, 128, 128, BF16, channelwise=True),
 )
 """Prompts of these are only the ragged ones: interpreted, they take long."""
 
@@ -97,7 +103,7 @@ def linear_attention_cases() -> tuple[Case, ...]:
             found.append(Case("causal_conv1d", name, dtype, {"width": width}, run))
     for heads in (*HEADS, *MORE_HEADS):
         square = heads.key_dim if heads.key_dim == heads.value_dim else 0
-        traits = {"head_dim": square}
+        traits = {"head_dim": square, "channelwise": heads.channelwise}
         for rows in PROMPTS if heads in HEADS else RAGGED:
             run = partial(_prefill, rows, heads)
             found.append(Case("gated_delta_prefill", f"{rows.name}, {heads}", heads.dtype, traits, run))
@@ -117,9 +123,11 @@ def linear_attention_cases() -> tuple[Case, ...]:
                     )
                 )
     for size, dtype in (((0, 32), FP32), ((3, 2, 100), FP32), ((5, 4, 128), BF16), ((7, 128), FP16)):
-        for weight_dtype in dict.fromkeys((dtype, FP32)):
-            run = partial(_norm, size, dtype, weight_dtype)
-            name = f"{' x '.join(map(str, size))} {str(dtype)[6:]}, weight {str(weight_dtype)[6:]}"
+        for weight_dtype, activation in ((dtype, "silu"), (FP32, "sigmoid")):
+            run = partial(_norm, size, dtype, weight_dtype, activation)
+            name = (
+                f"{' x '.join(map(str, size))} {str(dtype)[6:]}, {str(weight_dtype)[6:]} weight, {activation}"
+            )
             found.append(Case("gated_rms_norm", name, dtype, {}, run))
     return tuple(found)
 
@@ -210,16 +218,14 @@ def _convolve(
 
 
 def _gates(heads: Heads, tokens: int, generator: Generator, device: torch.device) -> dict[str, Tensor]:
-    fused = apart(generator, heads.dtype, device, tokens, 2 * heads.heads)
-    a, b = fused.split_with_sizes((heads.heads, heads.heads), dim=1)
+    size = (heads.heads, heads.key_dim) if heads.channelwise else (heads.heads,)
+    width = torch.Size(size).numel()
+    fused = apart(generator, heads.dtype, device, tokens, width + heads.heads)
+    a, b = fused.split_with_sizes((width, heads.heads), dim=1)
     # From a memory of a token or two to one of hundreds.
     a_log = (torch.rand(heads.heads, generator=generator) * 6 - 5).to(device)
-    return {
-        "a": a,
-        "b": b,
-        "a_log": a_log,
-        "dt_bias": torch.randn(heads.heads, generator=generator).to(device),
-    }
+    dt_bias = torch.randn(size, generator=generator).to(device)
+    return {"a": a.view(tokens, *size), "b": b, "a_log": a_log, "dt_bias": dt_bias}
 
 
 def _projected(heads: Heads, tokens: int, generator: Generator, device: torch.device) -> dict[str, Tensor]:
@@ -297,10 +303,11 @@ def _norm(
     size: tuple[int, ...],
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
+    activation: str,
     generator: Generator,
     device: torch.device,
 ) -> Result:
     x = torch.randn(size, generator=generator).to(dtype).to(device)
     gate = apart(generator, dtype, device, *size)
     weight = torch.randn(size[-1], generator=generator).to(weight_dtype).to(device)
-    return Result({"out": gated_rms_norm(x, gate, weight, 1e-5)})
+    return Result({"out": gated_rms_norm(x, gate, weight, 1e-5, activation=activation)})

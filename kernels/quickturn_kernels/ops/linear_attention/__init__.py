@@ -69,10 +69,10 @@ _Step = Callable[
     Tensor,
 ]
 _CONV: Op[_Conv] = define("causal_conv1d", "width")
-_PREFILL: Op[_Prefill] = define("gated_delta_prefill", "head_dim")
-_DECODE: Op[_Decode] = define("gated_delta_decode", "head_dim")
-_STEP: Op[_Step] = define("gated_delta_step", "head_dim")
-_NORM: Op[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = define("gated_rms_norm")
+_PREFILL: Op[_Prefill] = define("gated_delta_prefill", "head_dim", "channelwise")
+_DECODE: Op[_Decode] = define("gated_delta_decode", "head_dim", "channelwise")
+_STEP: Op[_Step] = define("gated_delta_step", "head_dim", "channelwise")
+_NORM: Op[Callable[[Tensor, Tensor, Tensor, float, str], Tensor]] = define("gated_rms_norm")
 
 
 def causal_conv1d(
@@ -131,15 +131,19 @@ def gated_delta_prefill(
     `S *= decay; S += k (beta (v - k^T S))^T; out = scale * q^T S`.
 
     q, k: [T, Hk, Dk]; v: [T, Hv, Dv]; a, b: [T, Hv]; all may be strided views, last dims contiguous. Hv is a
-    multiple of Hk: v head h belongs to k head h * Hk // Hv. a_log, dt_bias: [Hv]. states: [blocks, Hv, Dk,
-    Dv] float32 or bfloat16. query_start: [R + 1] int32. context_lens: [R] int32, tokens known to a row with
-    this step's, as attention has them; with it chunks of 64 lie at positions that are multiples of 64, so
-    that cutting a prompt there, or going on from a state kept there, gives the same bits as not doing so (if
-    states are float32). Without it chunks count from each row's first token. boundaries may lie anywhere.
+    multiple of Hk: v head h belongs to k head h * Hk // Hv. a_log, dt_bias: [Hv]. With a [T, Hv, Dk] and
+    dt_bias [Hv, Dk] each row of S has a decay of its own (Kimi Delta Attention, 2510.26692).
+
+    states: [blocks, Hv, Dk, Dv] float32 or bfloat16. query_start: [R + 1] int32. context_lens: [R] int32,
+    tokens known to a row with this step's, as attention has them; with it chunks of 64 lie at positions that
+    are multiples of 64, so that cutting a prompt there, or going on from a state kept there, gives the same
+    bits as not doing so (if states are float32). Without it chunks count from each row's first token.
+    boundaries may lie anywhere.
+
     Arithmetic in float32, or with operands rounded to q's dtype on matrix units. Returns a new [T, Hv, Dv]
     of q.dtype. A row's result doesn't depend on the other rows.
     """
-    key = (q.device, q.dtype, v.shape[2] if v.shape[2] == q.shape[2] else 0)
+    key = (q.device, q.dtype, v.shape[2] if v.shape[2] == q.shape[2] else 0, a.dim() == 3)
     function = _PREFILL.table.get(key)
     if function is None:
         function = _PREFILL.bind(*key)
@@ -179,7 +183,7 @@ def gated_delta_decode(
     scale: float,
 ) -> Tensor:
     """`gated_delta_prefill` of rows of one token each, T = R, in float32. Returns a new [R, Hv, Dv]."""
-    key = (q.device, q.dtype, v.shape[2] if v.shape[2] == q.shape[2] else 0)
+    key = (q.device, q.dtype, v.shape[2] if v.shape[2] == q.shape[2] else 0, a.dim() == 3)
     function = _DECODE.table.get(key)
     if function is None:
         function = _DECODE.bind(*key)
@@ -216,7 +220,7 @@ def gated_delta_step(
     qkv, a, b and gate was complete before the kernel ahead of this one could start, so that reading may
     begin while that kernel still runs. Returns a new [R, Hv, Dv] of qkv.dtype.
     """
-    key = (qkv.device, qkv.dtype, states.shape[3] if states.shape[3] == states.shape[2] else 0)
+    key = (qkv.device, qkv.dtype, states.shape[3] if states.shape[3] == states.shape[2] else 0, a.dim() == 3)
     function = _STEP.table.get(key)
     if function is None:
         function = _STEP.bind(*key)
@@ -242,15 +246,20 @@ def gated_delta_step(
     )
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight * silu(gate)` over the last dim.
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, activation: str = "silu"
+) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight * silu(gate)` over the last dim; sigmoid(gate) with activation
+    "sigmoid".
 
-    x: [..., D] contiguous but for the last two dims' common stride; gate: same shape, may be strided. weight:
-    [D]. In float32, but the quotient is rounded to x.dtype, and, if weight has that dtype, its product with
-    weight, too, as transformers' Qwen3NextRMSNormGated does. Returns a new tensor of x's shape and dtype.
+    x, gate: [..., D] of one shape; gate may be strided. weight: [D]. In float32, but the quotient is rounded
+    to x.dtype, and, if weight has that dtype, its product with weight, too, as transformers' norms of this
+    kind do. Returns a new tensor of x's shape and dtype. Raises ValueError for another activation.
     """
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"the gate's activation is silu or sigmoid, not {activation!r}")
     key = (x.device, x.dtype)
     function = _NORM.table.get(key)
     if function is None:
         function = _NORM.bind(*key)
-    return function(x, gate, weight, eps)
+    return function(x, gate, weight, eps, activation)

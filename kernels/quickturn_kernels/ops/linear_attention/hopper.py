@@ -58,7 +58,7 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
-        traits={"head_dim": {hopper_step.HEAD_DIM}},
+        traits={"head_dim": {hopper_step.HEAD_DIM}, "channelwise": {False}},
         priority=Priority.SPECIALIZED,
     )
     def gated_delta_step(
@@ -111,7 +111,7 @@ if cuda_build.available((9, 0)):
         name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
-        traits={"head_dim": {hopper_prefill.HEAD_DIM}},
+        traits={"head_dim": {hopper_prefill.HEAD_DIM}, "channelwise": {False}},
         priority=Priority.SPECIALIZED,
     )
     def gated_delta_prefill(

@@ -14,8 +14,11 @@ L2_EPS = 1e-6
 
 
 def decay_and_beta(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """(log of the decay, beta) in float32, both shaped as a."""
-    return -a_log.float().exp() * softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+    """(log of the decay [T, Hv, 1 or Dk], beta [T, Hv]) in float32."""
+    if a.dim() == 2:
+        a, dt_bias = a[:, :, None], dt_bias[:, None]
+    rate = -a_log.float().exp()[:, None]
+    return rate * softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
 def normed(x: Tensor) -> Tensor:
@@ -40,10 +43,10 @@ def read_states(states: Tensor, state_in: Tensor, state_out: Tensor, state_zero:
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token: q, k [..., Dk], v [..., Dv], decay (a factor) and beta [...], state [..., Dk, Dv]. Returns
-    (q^T S, S).
+    """One token: q, k [..., Dk], v [..., Dv], decay (factors) [..., 1 or Dk], beta [...], state
+    [..., Dk, Dv]. Returns (q^T S, S).
     """
-    state = state * decay[..., None, None]
+    state = state * decay[..., None]
     delta = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
     state = state + k[..., None] * delta[..., None, :]
     return (state * q[..., None]).sum(-2), state
@@ -206,11 +209,12 @@ def gated_delta_step(
 
 
 @register("gated_rms_norm", name="reference", priority=Priority.REFERENCE)
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """See `quickturn_kernels.gated_rms_norm`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * wide.to(x.dtype) * silu(gate.float())).to(x.dtype)
+    opened = silu(gate.float()) if activation == "silu" else gate.float().sigmoid()
+    return (weight * wide.to(x.dtype) * opened).to(x.dtype)
 
 
 def kept(boundaries: Boundaries | None, row: int, length: int, target: int) -> list[tuple[int, int]]:

@@ -36,7 +36,7 @@ def gated_delta_prefill(
 ) -> Tensor:
     """See `quickturn_kernels.gated_delta_prefill`."""
     heads = v.shape[1]
-    decay, beta = (x.T for x in decay_and_beta(a, b, a_log, dt_bias))
+    decay, beta = (x.transpose(0, 1) for x in decay_and_beta(a, b, a_log, dt_bias))
     # Heads first from here on: [Hv, T, ...].
     wide_q = per_value_head(normed(q), heads).transpose(0, 1) * scale
     wide_k = per_value_head(normed(k), heads).transpose(0, 1)
@@ -71,29 +71,37 @@ def gated_delta_prefill(
 class _Chunk:
     """Some tokens of one row whose corrections are solved for at once (the WY or UT transform of 2412.06464).
 
-    q, k: [H, N, Dk]; v: [H, N, Dv]; decay (log) and beta: [H, N]; state: [H, Dk, Dv]. The correction that
-    token i writes is `u_i = beta_i (v_i - k_i^T S_i)`, where S_i holds the corrections before it: a unit
-    triangular system.
+    q, k: [H, N, Dk]; v: [H, N, Dv]; decay (log): [H, N, 1 or Dk]; beta: [H, N]; state: [H, Dk, Dv]. The
+    correction that token i writes is `u_i = beta_i (v_i - k_i^T S_i)`, where S_i holds the corrections before
+    it: a unit triangular system.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> None:
         self.q, self.k, self.state = q, k, state
         self.total = decay.cumsum(1)
-        apart = (self.total[:, :, None] - self.total[:, None, :]).tril()
-        self.between = apart.exp().tril()
-        system = (k @ k.mT) * self.between * beta[:, :, None]
-        wanted = beta[:, :, None] * (v - self.total.exp()[:, :, None] * (k @ state))
+        system = self.overlap(k) * beta[:, :, None]
+        wanted = beta[:, :, None] * (v - (k * self.total.exp()) @ state)
         self.corrections = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+
+    def overlap(self, x: Tensor) -> Tensor:
+        """`sum_d x_i k_j e^(g_i - g_j)` for j <= i, [H, N, N]."""
+        if self.total.shape[2] == 1:
+            apart = (self.total - self.total.mT).tril()
+            found: Tensor = (x @ self.k.mT * apart.exp()).tril()
+        else:
+            apart = (self.total[:, :, None] - self.total[:, None]).clamp(max=0.0)
+            found = (x[:, :, None] * self.k[:, None] * apart.exp()).sum(-1).tril()
+        return found
 
     def out(self) -> Tensor:
         """[H, N, Dv]."""
-        old = self.total.exp()[:, :, None] * (self.q @ self.state)
-        new: Tensor = ((self.q @ self.k.mT) * self.between) @ self.corrections
+        old: Tensor = (self.q * self.total.exp()) @ self.state
+        new: Tensor = self.overlap(self.q) @ self.corrections
         return old + new
 
     def state_after(self, tokens: int) -> Tensor:
         """[H, Dk, Dv]."""
         last = self.total[:, tokens - 1 : tokens]
-        share = (last - self.total[:, :tokens]).exp()[:, :, None]
+        share = (last - self.total[:, :tokens]).exp()
         fresh: Tensor = (self.k[:, :tokens] * share).mT @ self.corrections[:, :tokens]
-        return last.exp()[:, :, None] * self.state + fresh
+        return last.exp().mT * self.state + fresh

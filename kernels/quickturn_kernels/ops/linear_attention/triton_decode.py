@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickturn_kernels.ops.linear_attention.triton_common import gates, silu
+from quickturn_kernels.ops.linear_attention.triton_common import exponential, gates, silu
 from quickturn_kernels.triton_common import next_power_of_two
 
 STATE_ELEMENTS = 8192
@@ -37,8 +37,10 @@ def decode_kernel(
     v_stride,
     v_head_stride,
     a_stride,
+    a_head_stride,
     b_stride,
     block_stride,
+    CHANNELWISE: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -69,13 +71,20 @@ def decode_kernel(
     this_v = tl.load(v + row * v_stride + head * v_head_stride + value, mask=in_value, other=0.0)
     this_q *= tl.rsqrt(tl.sum(this_q * this_q, axis=0) + 1e-6) * scale
     this_k *= tl.rsqrt(tl.sum(this_k * this_k, axis=0) + 1e-6)
-    decay, beta = gates(
-        tl.load(a + row * a_stride + head).to(tl.float32),
-        tl.load(b + row * b_stride + head).to(tl.float32),
-        tl.load(a_log + head).to(tl.float32),
-        tl.load(dt_bias + head).to(tl.float32),
-    )
-    state *= tl.exp(decay)
+    if CHANNELWISE:
+        this_a = tl.load(a + row * a_stride + head * a_head_stride + key, mask=in_key, other=0.0).to(
+            tl.float32
+        )
+        bias = tl.load(dt_bias + head * KEY_DIM + key, mask=in_key, other=0.0).to(tl.float32)
+    else:
+        this_a = tl.load(a + row * a_stride + head).to(tl.float32)
+        bias = tl.load(dt_bias + head).to(tl.float32)
+    this_b = tl.load(b + row * b_stride + head).to(tl.float32)
+    decay, beta = gates(this_a, this_b, tl.load(a_log + head).to(tl.float32), bias)
+    if CHANNELWISE:
+        state *= exponential(decay)[:, None]
+    else:
+        state *= exponential(decay)
     known = tl.sum(state * this_k[:, None], axis=0)
     state += this_k[:, None] * (beta * (this_v.to(tl.float32) - known))[None, :]
     tl.store(place, tl.sum(state * this_q[:, None], axis=0).to(out.dtype.element_ty), mask=in_value)
@@ -94,6 +103,7 @@ def gated_norm_kernel(
     width,
     eps,
     WIDE: tl.constexpr,
+    SILU: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -112,7 +122,8 @@ def gated_norm_kernel(
     value = (value * tl.rsqrt(mean + eps)[:, None]).to(out.dtype.element_ty).to(tl.float32) * scale[None, :]
     if not WIDE:
         value = value.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + place, (value * silu(by)).to(out.dtype.element_ty), mask=inside)
+    opened = silu(by) if SILU else 1.0 / (1.0 + exponential(-by))
+    tl.store(out + place, (value * opened).to(out.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -158,8 +169,10 @@ def launch(
         v.stride(0),
         v.stride(1),
         a.stride(0),
+        a.stride(1),
         b.stride(0),
         states.stride(0),
+        CHANNELWISE=a.dim() == 3,
         GROUP=heads // key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
@@ -170,7 +183,7 @@ def launch(
     return out
 
 
-def launch_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str) -> Tensor:
     """See `quickturn_kernels.gated_rms_norm`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
@@ -195,6 +208,7 @@ def launch_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         width,
         eps,
         WIDE=weight.dtype == torch.float32,
+        SILU=activation == "silu",
         LINES=lines,
         BLOCK=block,
         num_warps=max(1, min(4, lines * block // 512)),

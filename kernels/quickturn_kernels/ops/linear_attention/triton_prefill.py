@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quickturn_kernels.ops.linear_attention import CHUNK
+from quickturn_kernels.ops.linear_attention import CHUNK, triton_recurrent
 from quickturn_kernels.ops.linear_attention.boundaries import Boundaries
 from quickturn_kernels.ops.linear_attention.triton_common import dot, exponential, gates, row_of
 from quickturn_kernels.triton_common import INTERPRETED, next_power_of_two, rows_pad
@@ -358,6 +358,23 @@ def launch(
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if tokens == 0 or rows == 0:
         return out
+    if a.dim() == 3:
+        return triton_recurrent.launch(
+            q,
+            k,
+            v,
+            a,
+            b,
+            a_log,
+            dt_bias,
+            states,
+            state_in,
+            state_out,
+            state_zero,
+            query_start,
+            scale,
+            boundaries,
+        )
     made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
     block_k = max(16, next_power_of_two(key_dim))
     block_v = min(max(16, next_power_of_two(value_dim)), 32 if block_k > 64 else 64)
