@@ -265,6 +265,25 @@ def linear_attention(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
         scale=0.1,
     )
     kernels.gated_rms_norm(values, values, torch.zeros(dim, dtype=dtype), 1e-6)
+    label += " channelwise"
+    by_channel = (
+        torch.zeros((tokens, heads, dim), dtype=dtype),
+        gates[1],
+        gates[2],
+        torch.zeros((heads, dim)),
+    )
+    kernels.gated_delta_prefill(
+        values,
+        values,
+        values,
+        *by_channel,
+        states,
+        *places,
+        query_start=starts,
+        max_query_len=tokens,
+        scale=0.1,
+        boundaries=kept,
+    )
 
 
 def fp8() -> None:

@@ -39,7 +39,14 @@ def compiled(plan: str) -> list[dict[str, Any]]:
         ("sampling", {"scan_kernel", "candidates_kernel", "choose_kernel"}),
         (
             "linear_attention",
-            {"convolve_kernel", "prepare_kernel", "scan_kernel", "decode_kernel", "gated_norm_kernel"},
+            {
+                "convolve_kernel",
+                "prepare_kernel",
+                "scan_kernel",
+                "recurrent_kernel",
+                "decode_kernel",
+                "gated_norm_kernel",
+            },
         ),
         ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel"}),
         (
