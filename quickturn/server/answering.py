@@ -26,11 +26,12 @@ from quickturn.server.fields import (
 from quickturn.server.generation import Generation, Prompt
 from quickturn.server.replying import prepare
 from quickturn.server.state import ServerState
-from quickturn.text.answer_reader import AnswerEvent, AnswerReader
+from quickturn.text.answer_reader import Answered, AnswerEvent, AnswerReader
 from quickturn.text.chat_template import TemplateFailed
 from quickturn.text.conversation import BadMessage
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
 from quickturn.text.rendering import render_chat
+from quickturn.text.splice import written
 from quickturn.text.structured.constraint import constraint_of
 from quickturn.text.structured.formats import Format
 from quickturn.text.structured.schema import BadSchema
@@ -96,16 +97,17 @@ class _Prepared:
 
 async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
     """Render the turn, and submit its choices to the engine. Raises ApiError, or ClientGone."""
-    prepared = await prepare(request, lambda: _prepare(state, turn))
+    tenant = tenant_of(request)
+    prepared = await prepare(request, lambda: _prepare(state, turn, tenant))
     if prepared.constraint is not None:
         param = "tools" if turn.output is None else turn.output_param
         await compiled(request, state, prepared.constraint, param)
-    return _submit(state, turn, prepared, tenant_of(request))
+    return _submit(state, turn, prepared, tenant)
 
 
-def _prepare(state: ServerState, turn: Turn) -> _Prepared:
+def _prepare(state: ServerState, turn: Turn, tenant: str) -> _Prepared:
     markup, choice = state.markup, turn.tool_choice
-    prompt = render(state, turn)
+    prompt = render(state, turn, tenant)
     thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
     try:
         constraint = constraint_of(
@@ -123,8 +125,10 @@ def _prepare(state: ServerState, turn: Turn) -> _Prepared:
     return _Prepared(prompt, thinking, constraint)
 
 
-def render(state: ServerState, turn: Turn) -> list[int]:
-    """The prompt's token ids. Raises ApiError for messages that can't be rendered."""
+def render(state: ServerState, turn: Turn, tenant: str = "") -> list[int]:
+    """The prompt's token ids; answers that `tenant` got before are as the model wrote them. Raises ApiError
+    for messages that can't be rendered.
+    """
     if state.template is None:
         raise ApiError(
             400,
@@ -137,7 +141,15 @@ def render(state: ServerState, turn: Turn) -> list[int]:
         raise invalid(turn.messages_param, f"{turn.messages_param} must hold at most {most} messages")
     definitions = [dict(tool.definition) for tool in turn.tools] or None
     try:
-        return render_chat(state.tokenizer, state.template, list(turn.messages), turn.template, definitions)
+        return render_chat(
+            state.tokenizer,
+            state.template,
+            list(turn.messages),
+            turn.template,
+            definitions,
+            state.written,
+            tenant,
+        )
     except BadMessage as error:
         raise invalid(error.param, str(error)) from error
     except TemplateFailed as error:
@@ -157,6 +169,9 @@ def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) ->
     if turn.tools and not tools:
         sampling = _without_calls(sampling, state)
 
+    def keep(answered: Answered) -> None:
+        _keep(state, prepared.thinking, answered, tenant)
+
     def reader(sampling: SamplingParams) -> AnswerReader:
         parser = AnswerParser(
             state.tokenizer,
@@ -166,9 +181,20 @@ def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) ->
             thinking=prepared.thinking,
             skip_special=fields.skip_special_tokens is not False,
         )
-        return AnswerReader(parser, sampling, single_call=bool(tools) and not turn.parallel_calls)
+        single = bool(tools) and not turn.parallel_calls
+        return AnswerReader(parser, sampling, single, keep)
 
     return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields, tenant))
+
+
+def _keep(state: ServerState, thinking: bool, answered: Answered, tenant: str) -> None:
+    """Remember an answer's own tokens for the next turn of its conversation."""
+    if state.written is None:
+        return
+    calls = [(name, arguments) for _, name, arguments in answered.calls]
+    answer = written(state.tokenizer, state.markup, answered.tokens, thinking, answered.text.strip(), calls)
+    if answer is not None:
+        state.written.store.keep(tenant, [id for id, _, _ in answered.calls], answer)
 
 
 def _without_calls(sampling: SamplingParams, state: ServerState) -> SamplingParams:

@@ -19,6 +19,7 @@ from quickturn.server.app import build_app
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
 from quickturn.text.answer_format import AUTO, choose_format, markup_of
+from quickturn.text.rendering import WrittenAnswers
 
 _POLL_S = 0.05
 _GRACE_S = 2
@@ -55,11 +56,13 @@ async def start_state(
     name = engine_config.served_model_name or display_name(engine_config.model)
     choose_format("", config.tool_parser, config.reasoning_parser)
     started = await start_engine(engine_config, progress, config.core, config.log_level)
+    markup = markup_of(started.tokenizer, config.tool_parser, config.reasoning_parser)
     return ServerState(
         engine=started.engine,
         tokenizer=started.tokenizer,
         template=started.template,
-        markup=markup_of(started.tokenizer, config.tool_parser, config.reasoning_parser),
+        markup=markup,
+        written=None if started.template is None else WrittenAnswers(started.template, markup),
         names=tuple(dict.fromkeys((name, engine_config.model))),
         api_keys=config.api_keys,
         limits=config.limits,

@@ -9,6 +9,7 @@ from quickturn.server.metrics import Metrics
 from quickturn.server.responses_store import ResponseStore
 from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate
+from quickturn.text.rendering import WrittenAnswers
 from quickturn.text.tokenizer import Tokenizer
 
 
@@ -40,6 +41,8 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False
+    written: WrittenAnswers | None = None
+    """Answers as the model wrote them, for the turns that come back with them."""
     grammars: dict[str, None] = field(default_factory=dict)
     """Sources of grammars that the engine has compiled lately, oldest first."""
     active: int = 0

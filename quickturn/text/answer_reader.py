@@ -1,10 +1,17 @@
 """One running answer: tokens in, typed events and the reason of its end out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from quickturn.sampling_params import SamplingParams
-from quickturn.text.parsing.events import ParsedEvent, TextDelta, ToolCallEnd
+from quickturn.text.parsing.events import (
+    ParsedEvent,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 from quickturn.text.parsing.parser import AnswerParser
 from quickturn.text.stop import StopStrings
 
@@ -35,14 +42,44 @@ class NewEvents:
     stopped_here: bool = False
 
 
+@dataclass
+class Answered:
+    """A whole answer. `tokens`: all but the one that ended it; `calls`: id, name, arguments."""
+
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    text: str = ""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def add(self, events: Sequence[AnswerEvent]) -> None:
+        """Take in what was read."""
+        for event in events:
+            if isinstance(event, TextDelta):
+                self.text += event.text
+            elif isinstance(event, ToolCallStart):
+                self.calls.append((event.id, event.name, ""))
+            elif isinstance(event, ToolArgumentsDelta):
+                id, name, arguments = self.calls[-1]
+                self.calls[-1] = id, name, arguments + event.text
+
+
 class AnswerReader:
     """Parses an answer, and looks for stop strings in its visible text: never in reasoning or in calls.
 
     The law: the events joined are the same however the tokens were cut into pushes.
     """
 
-    def __init__(self, parser: AnswerParser, sampling: SamplingParams, single_call: bool = False) -> None:
-        """`single_call`: the answer ends with its first tool call."""
+    def __init__(
+        self,
+        parser: AnswerParser,
+        sampling: SamplingParams,
+        single_call: bool = False,
+        on_end: Callable[["Answered"], None] | None = None,
+    ) -> None:
+        """`single_call`: the answer ends with its first tool call. `on_end` gets an answer that the model
+        ended by itself.
+        """
+        self._answered = None if on_end is None else Answered()
+        self._on_end = on_end
         self._parser = parser
         self._stop = StopStrings(sampling.stop, sampling.include_stop_str)
         self._single_call = single_call
@@ -55,16 +92,23 @@ class AnswerReader:
         """The events of the next `tokens`; with `finish` ('stop', 'length', ...) they are the last."""
         shown = tokens[:-1] if finish == "stop" and tokens and tokens[-1] in self._hidden else tokens
         events: list[AnswerEvent] = []
+        if self._answered is not None:
+            self._answered.tokens.extend(shown)
         if not self._one_by_one:
             events += self._parser.push(shown)
         else:
             for count, token in enumerate(shown, 1):
                 if self._take(self._parser.push((token,)), events):
                     return self._ended(events, count, "stop", stopped_here=not finish)
+        if finish:
+            self._take(self._parser.finish(finish), events)
+            self._flush(events)
+        if self._answered is not None:
+            self._answered.add(events)
         if not finish:
             return NewEvents(events, len(tokens))
-        self._take(self._parser.finish(finish), events)
-        self._flush(events)
+        if finish == "stop" and self._answered is not None and self._on_end is not None:
+            self._on_end(self._answered)
         return self._ended(events, len(tokens), finish, stopped_here=False)
 
     def _take(self, parsed: list[ParsedEvent], events: list[AnswerEvent]) -> bool:

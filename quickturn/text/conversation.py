@@ -1,7 +1,10 @@
 """Brings chat messages of every dialect into the one form that chat templates read."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+Message = dict[str, Any]
 
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = {"text", "input_text", "output_text"}
@@ -25,6 +28,35 @@ def normalise_messages(messages: list[dict[str, Any]], template: str) -> list[di
     if not messages:
         raise BadMessage("messages", "messages must hold at least one message")
     return [_normalise(message, f"messages[{index}]", template) for index, message in enumerate(messages)]
+
+
+def in_user_turns(messages: Sequence[Message], places: Sequence[int]) -> list[Message]:
+    """The messages at `places` said by the user."""
+    return [{**m, "role": "user"} if index in places else m for index, m in enumerate(messages)]
+
+
+def merged_with_neighbours(messages: Sequence[Message], places: Sequence[int]) -> list[Message]:
+    """The messages at `places` as the beginning of the user message behind them (the end of the one before,
+    where none follows): for templates that want user and assistant to alternate.
+    """
+    result: list[Message] = []
+    waiting: list[str] = []
+    for index, message in enumerate(messages):
+        if index in places:
+            waiting.append(message["content"])
+        elif waiting and message["role"] == "user":
+            result.append({**message, "content": "\n\n".join([*waiting, message["content"]])})
+            waiting = []
+        else:
+            result.append(message)
+    last = next((m for m in reversed(result) if m["role"] == "user"), None)
+    if waiting and last is not None:
+        last = {**last, "content": "\n\n".join([last["content"], *waiting])}
+        at = max(index for index, message in enumerate(result) if message["role"] == "user")
+        result[at] = last
+    elif waiting:
+        result.append({"role": "user", "content": "\n\n".join(waiting)})
+    return result
 
 
 def _normalise(message: dict[str, Any], place: str, template: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -92,21 +92,34 @@ class Tokenizer:
             return [self.mark_data(item) for item in value]
         return value
 
-    def encode_marked(self, text: str) -> list[int]:
+    def encode_marked(self, text: str, behind: bool = False) -> list[int]:
         """Ids of a rendered chat, segment by segment: marked control tokens are encoded as text, the rest as
         usual.
 
-        A mark whose partner was cut away by the template's own string methods is dropped.
+        A mark whose partner was cut away by the template's own string methods is dropped. `behind`: other
+        tokens come before.
         """
         if DATA_START not in text and DATA_END not in text:
-            return self._ids(text, add_special=False)
+            return self._segment(text, first=False, plain=False) if behind else self._ids(text, False)
         marked = re.compile(
             f"{DATA_START}({self.control_pattern.pattern}){DATA_END}|[{DATA_START}{DATA_END}]"
         )
         ids: list[int] = []
         for index, piece in enumerate(marked.split(text)):
             if piece:
-                ids += self._segment(piece, first=not ids, plain=index % 2 == 1)
+                ids += self._segment(piece, first=not ids and not behind, plain=index % 2 == 1)
+        return ids
+
+    def encode_parts(self, parts: Sequence[str | Sequence[int]]) -> list[int]:
+        """Ids of a rendered chat of which some parts are tokens already."""
+        ids: list[int] = []
+        for part in parts:
+            if not isinstance(part, str):
+                ids += part
+            elif not ids:
+                ids += self.encode_marked(part)
+            elif part:
+                ids += self.encode_marked(part, behind=True)
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

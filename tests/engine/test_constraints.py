@@ -40,9 +40,9 @@ def regex(pattern: str, **options: Any) -> Constraint:
     return tag({"type": "regex", "pattern": pattern}, **options)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("embedded", dtype="float32", memory=256 << 20, max_requests=16) as llm:
+@pytest.fixture(scope="module", params=[True, False], ids=["overlap", "no overlap"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("embedded", dtype="float32", memory=256 << 20, max_requests=16, overlap=request.param) as llm:
         yield llm
 
 

@@ -26,7 +26,8 @@ class ToolFormat:
 
     `tokens`: its control tokens, recognised by id where the vocabulary has them. `openers`: what begins a
     section of calls. `section(parsing, opener)` reads on behind an opener up to the section's end. `first`:
-    the characters that may follow an opener and white space (None: any). `at_start`: tried once where the
+    the characters that may follow an opener and white space (None: any). `closer`: what ends a section, if
+    something does. `at_start`: tried once where the
     answer's text begins, for formats without an opener; returns whether it took a call.
     """
 
@@ -35,6 +36,7 @@ class ToolFormat:
     section: Callable[[Parsing, str], Steps[None]]
     tokens: frozenset[str] = frozenset()
     first: str | None = None
+    closer: str = ""
     new_id: Callable[[], str] = long_id
     at_start: Callable[[Parsing], Steps[bool]] | None = None
 

@@ -42,5 +42,5 @@ def _v31(parsing: Parsing, opener: str) -> Steps[None]:
     yield from _section(parsing, fenced=False)
 
 
-V3 = ToolFormat("deepseek_v3", (SECTION,), _v3, tokens=TOKENS)
-V31 = ToolFormat("deepseek_v31", (SECTION,), _v31, tokens=TOKENS)
+V3 = ToolFormat("deepseek_v3", (SECTION,), _v3, tokens=TOKENS, closer=END_SECTION)
+V31 = ToolFormat("deepseek_v31", (SECTION,), _v31, tokens=TOKENS, closer=END_SECTION)

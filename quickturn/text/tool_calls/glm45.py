@@ -38,5 +38,6 @@ FORMAT = ToolFormat(
     (OPEN,),
     _section,
     tokens=frozenset((OPEN, CLOSE, KEY, END_KEY, VALUE, END_VALUE)),
+    closer=CLOSE,
     first=string.ascii_letters + "_",
 )

@@ -19,4 +19,4 @@ def _section(parsing: Parsing, opener: str) -> Steps[None]:
     yield from reader.take_until((parsing.spell(CLOSE),))
 
 
-FORMAT = ToolFormat("hermes", (OPEN,), _section, tokens=frozenset((OPEN, CLOSE)), first="{")
+FORMAT = ToolFormat("hermes", (OPEN,), _section, tokens=frozenset((OPEN, CLOSE)), first="{", closer=CLOSE)

@@ -60,5 +60,7 @@ def _dsml(parsing: Parsing, opener: str) -> Steps[None]:
     yield from _section(parsing, "｜DSML｜", DSML[1])
 
 
-MINIMAX_M2 = ToolFormat("minimax_m2", MINIMAX[:1], _minimax, tokens=frozenset(MINIMAX), first="<")
+MINIMAX_M2 = ToolFormat(
+    "minimax_m2", MINIMAX[:1], _minimax, tokens=frozenset(MINIMAX), first="<", closer=MINIMAX[1]
+)
 DEEPSEEK_V32 = ToolFormat("deepseek_v32", DSML[:1], _dsml, tokens=frozenset(("｜DSML｜",)), first="<")

@@ -31,5 +31,9 @@ def _section(parsing: Parsing, opener: str) -> Steps[None]:
 
 
 FORMAT = ToolFormat(
-    "kimi_k2", (SECTION,), _section, tokens=frozenset((SECTION, END_SECTION, CALL, ARGUMENTS, END_CALL))
+    "kimi_k2",
+    (SECTION,),
+    _section,
+    tokens=frozenset((SECTION, END_SECTION, CALL, ARGUMENTS, END_CALL)),
+    closer=END_SECTION,
 )

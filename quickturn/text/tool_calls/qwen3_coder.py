@@ -63,4 +63,4 @@ def _more_functions(parsing: Parsing) -> Steps[None]:
         parsing.out.end_call()
 
 
-FORMAT = ToolFormat("qwen3_coder", (OPEN, FUNCTION), _section, tokens=frozenset((OPEN, CLOSE)))
+FORMAT = ToolFormat("qwen3_coder", (OPEN, FUNCTION), _section, tokens=frozenset((OPEN, CLOSE)), closer=CLOSE)
