@@ -87,7 +87,10 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
             f"graphs of decode steps of up to {config.max_requests} rows",
             f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
         ):
-            runner.capture_graphs(lambda done, total: progress(LoadProgress("recording graphs", done, total)))
+            runner.capture_graphs(
+                config.max_step_tokens,
+                lambda done, total: progress(LoadProgress("recording graphs", done, total)),
+            )
     ready = EngineReady(
         max_context=max_context,
         max_requests=config.max_requests,

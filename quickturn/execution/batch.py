@@ -73,6 +73,18 @@ def decode_arrays(rows: StepRows, size: int, padding_slot: int) -> list[NDArray[
     return arrays
 
 
+def prompt_arrays(rows: StepRows, padding_slot: int) -> list[NDArray[np.integer]]:
+    """All that a step of one prompt's tokens brings to the device: the slot, the position of the first token
+    and the number of tokens (int64 [1]), then the states as in `decode_arrays`. Without a row: the padding
+    slot and no tokens.
+    """
+    if len(rows.slots):
+        numbers = (rows.slots, rows.context_lens, rows.query_lens)
+        return [*(array.astype(np.int64) for array in numbers), *decode_arrays(rows, 1, padding_slot)[2:]]
+    none = np.zeros(1, dtype=np.int64)
+    return [none + padding_slot, none, none, *decode_arrays(rows, 1, padding_slot)[2:]]
+
+
 def state_rows(tensors: Sequence[torch.Tensor]) -> tuple[StateRows, ...]:
     """State groups from their tensors on the device, three each, in the order of `decode_arrays`."""
     return tuple(StateRows(*tensors[i : i + 3]) for i in range(0, len(tensors), 3))
@@ -200,6 +212,38 @@ class DeviceBatch:
             max_query_len=1,
             max_context_len=max_context_len,
             sample_rows=None,
+            caches=self._caches,
+            states=state_rows(moves),
+        )
+
+    def prompt_batch(self, inputs: Sequence[torch.Tensor], size: int) -> ForwardBatch:
+        """A batch of the next tokens of one prompt, at most `size`, its last one sampled, from tensors on the
+        device alone: a CUDA graph can record it.
+
+        inputs: what `prompt_arrays` lists. Tokens behind the last one are padding: no row has them, and
+        nothing is written for them.
+        """
+        slot, start, count, *moves = inputs
+        offsets = torch.arange(size, device=self._device)
+        real = offsets < count
+        positions = torch.where(real, start + offsets, 0)
+        tables = tuple(table.index_select(0, slot) for table in self.block_tables)
+        block, offset = positions // self._block_tokens, positions % self._block_tokens
+        tokens = self.token_ids.index_select(0, slot)[0].index_select(0, positions)
+        return ForwardBatch(
+            token_ids=torch.where(real, tokens.long(), 0),
+            positions=positions,
+            num_decode=0,
+            query_start=torch.cat((torch.zeros_like(count), count)).to(torch.int32),
+            context_lens=(start + count).to(torch.int32),
+            block_tables=tables,
+            slot_mapping=tuple(
+                torch.where(real, table[0].index_select(0, block).long() * self._block_tokens + offset, -1)
+                for table in tables
+            ),
+            max_query_len=size,
+            max_context_len=self.max_context,
+            sample_rows=(count - 1).clamp_min(0),
             caches=self._caches,
             states=state_rows(moves),
         )

@@ -1,38 +1,28 @@
-"""Decode steps as CUDA graphs, one for each bucket of batch sizes.
+"""Steps as CUDA graphs: decode steps by their number of rows, the end of one prompt by its number of tokens.
 
 A graph reads one small static buffer (slots, positions, and which states are read and written) and gathers
-everything else on the device. It
-also takes the likeliest tokens and appends them, so that a greedy step costs one copy and one launch; other
-rows are sampled from its logits, and their tokens written over those. Rows that fill a batch up to its bucket
-point to the padding slot: nothing is written for them, and what they compute is thrown away.
+everything else on the device. It also takes the likeliest tokens and appends them, so that a greedy step
+costs one copy and one launch; other rows are sampled from its logits, and their tokens written over those.
+
+What fills a step up to its bucket is padding: rows of the padding slot, or tokens behind the prompt's end.
+Nothing is written for it, and what it computes is thrown away.
+
+The second kind is what agents wait for: a few hundred new tokens behind a long context that is cached. Run
+kernel by kernel, such a step spends more time on the host than on the device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from quickturn.execution.batch import DeviceBatch, StepRows, decode_arrays
+from quickturn.execution.batch import DeviceBatch, StepRows, decode_arrays, prompt_arrays
+from quickturn.execution.recording import RecordedStep, record
 from quickturn.execution.sampler import greedy
-from quickturn.execution.upload import Bundle, host_tensor, upload
 from quickturn.models.base import Model
 
-WARM_UP_RUNS = 2
-"""Eager runs ahead of a recording: kernels get compiled and libraries allocate their workspaces."""
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """A recorded decode step. inputs: uint8, what `decode_arrays` lists, bundled; logits: float32 [bucket,
-    vocab]; tokens: int64 [bucket], the likeliest.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    bundle: Bundle
-    inputs: torch.Tensor
-    logits: torch.Tensor
-    tokens: torch.Tensor
+PROMPT_TOKENS = (64, 128, 192, 256, 384, 512)
+"""Numbers of new tokens for which the end of a prompt is recorded."""
 
 
 def buckets(max_requests: int) -> list[int]:
@@ -52,63 +42,69 @@ def buckets(max_requests: int) -> list[int]:
     return sorted({size for size in sizes if size < max_requests} | {max_requests})
 
 
-class DecodeGraphs:
-    """The recorded decode steps of one runner."""
+class StepGraphs:
+    """The recorded steps of one runner."""
 
-    def __init__(self, model: Model, batch: DeviceBatch, device: torch.device) -> None:
+    def __init__(self, model: Model, batch: DeviceBatch, device: torch.device, max_step_tokens: int) -> None:
         """Nothing is recorded until `capture`."""
         self._model = model
         self._batch = batch
         self._device = device
-        self._recorded: dict[int, RecordedStep] = {}
+        self._decode: dict[int, RecordedStep] = {}
         self._bucket_of: list[int] = []
+        self._prompts: dict[int, RecordedStep] = {}
+        self._prompt_sizes = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Record every bucket, the largest first so that the others share its memory."""
-        sizes = buckets(self._batch.max_requests)
+        batch, none = self._batch, self._batch.no_rows()
+        sizes = buckets(batch.max_requests)
         pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(reversed(sizes)):
-            progress(done, len(sizes))
-            self._recorded[size] = self._record(size, pool)
-        progress(len(sizes), len(sizes))
+        done, total = 0, len(sizes) + len(self._prompt_sizes)
+        for size in reversed(self._prompt_sizes):
+            progress(done, total)
+            arrays = prompt_arrays(none, batch.padding_slot)
+            self._prompts[size] = record(partial(self._end_prompt, size), arrays, self._device, pool)
+            done += 1
+        for size in reversed(sizes):
+            progress(done, total)
+            arrays = decode_arrays(none, size, batch.padding_slot)
+            self._decode[size] = record(self._decode_step, arrays, self._device, pool)
+            done += 1
+        progress(total, total)
         self._bucket_of = [
-            next(size for size in sizes if size >= count) for count in range(1, self._batch.max_requests + 1)
+            next(size for size in sizes if size >= count) for count in range(1, batch.max_requests + 1)
         ]
 
     def replay(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits (float32 [R, vocab]) and greedy tokens (int64 [R], appended already) of a step of sampled
-        decode rows; None if the step isn't of that kind.
+        decode rows, or of the end of one short prompt; None if the step is of neither kind.
 
         Both are overwritten by the next replay of the same bucket.
         """
         count = len(rows.slots)
-        if not rows.decodes_only():
+        if rows.decodes_only():
+            size = self._bucket_of[count - 1]
+            recorded = self._decode[size]
+            recorded.replay(decode_arrays(rows, size, self._batch.padding_slot))
+        elif count == 1 and rows.samples[0] and rows.query_lens[0] <= max(self._prompt_sizes, default=0):
+            size = next(size for size in self._prompt_sizes if size >= rows.query_lens[0])
+            recorded = self._prompts[size]
+            recorded.replay(prompt_arrays(rows, self._batch.padding_slot))
+        else:
             return None
-        size = self._bucket_of[count - 1]
-        recorded = self._recorded[size]
-        packed = recorded.bundle.pack(decode_arrays(rows, size, self._batch.padding_slot))
-        recorded.inputs.copy_(host_tensor(packed, self._device), non_blocking=True)
-        recorded.graph.replay()
         return recorded.logits[:count], recorded.tokens[:count]
 
-    def _record(self, size: int, pool: Any) -> RecordedStep:
-        arrays = decode_arrays(self._batch.no_rows(), size, self._batch.padding_slot)
-        bundle = Bundle.of(arrays)
-        inputs = upload(bundle.pack(arrays), self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_RUNS):
-                self._forward(bundle.unpack(inputs))
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits, tokens = self._forward(bundle.unpack(inputs))
-        return RecordedStep(graph, bundle, inputs, logits, tokens)
-
-    def _forward(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode_step(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self._model.forward(self._batch.decode_batch(inputs, self._batch.max_context))
         tokens = greedy(logits)
         self._batch.append_decoded(inputs[0], inputs[1], tokens)
+        return logits, tokens
+
+    def _end_prompt(self, size: int, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._model.forward(self._batch.prompt_batch(inputs, size))
+        tokens = greedy(logits)
+        slots, starts, counts = inputs[:3]
+        self._batch.append_decoded(slots, starts + counts - 1, tokens)
         return logits, tokens

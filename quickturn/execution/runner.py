@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quickturn.cache.arena import Arena
 from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, StepRows
-from quickturn.execution.graphs import DecodeGraphs
+from quickturn.execution.graphs import StepGraphs
 from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
 from quickturn.execution.wipe import Wiper
 from quickturn.models.base import Model
@@ -89,12 +89,14 @@ class Runner:
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._wiper = Wiper(self.arena)
 
-    def capture_graphs(self, progress: Callable[[int, int], None]) -> None:
-        """Record the decode step of every batch bucket; `progress(done, total)`. Needs a CUDA device."""
-        self._graphs = DecodeGraphs(self._model, self._batch, self._device)
+    def capture_graphs(self, max_step_tokens: int, progress: Callable[[int, int], None]) -> None:
+        """Record the steps worth it, of at most `max_step_tokens` tokens; `progress(done, total)`. Needs a
+        CUDA device.
+        """
+        self._graphs = StepGraphs(self._model, self._batch, self._device, max_step_tokens)
         self._graphs.capture(progress)
 
     def admit(

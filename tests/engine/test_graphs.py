@@ -1,0 +1,80 @@
+"""Steps as graphs replay them, run eagerly: padding, buckets and what lies behind the end of a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driving import Checkpoints, Driver, assert_greedy, random_prompts
+from numpy.typing import NDArray
+
+from quickturn.execution import graphs
+from quickturn.execution.recording import Forward
+
+SIZES = (4, 8, 24)
+FAMILIES = ["qwen3", "qwen2-window", "gemma3", "qwen3-next", "qwen3.5-moe", "gpt-oss"]
+
+
+@dataclass
+class Eager:
+    """Takes a recorded step's place: runs it anew at every replay."""
+
+    forward: Forward
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    replays: int = 0
+
+    def replay(self, arrays: Sequence[NDArray[np.integer]]) -> None:
+        inputs = tuple(torch.from_numpy(np.array(array)).to(self.logits.device) for array in arrays)
+        self.logits, self.tokens = self.forward(inputs)
+        self.replays += 1
+
+
+def eagerly(
+    forward: Forward, arrays: Sequence[NDArray[np.integer]], device: torch.device, pool: Any
+) -> Eager:
+    step = Eager(forward, torch.empty(0, device=device), torch.empty(0))
+    step.replay(arrays)
+    return step
+
+
+def driver_with_graphs(
+    checkpoints: Checkpoints, family: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Driver, dict[int, Eager]]:
+    monkeypatch.setattr(graphs, "record", eagerly)
+    monkeypatch.setattr(graphs, "PROMPT_TOKENS", SIZES)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    driver = checkpoints(family).driver(graphs=False, memory=32 << 20)
+    runner = driver.core._runner
+    runner.capture_graphs(64, lambda done, total: None)
+    assert runner._graphs is not None
+    steps: dict[int, Eager] = runner._graphs._prompts  # type: ignore[assignment]
+    return driver, steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_of_a_prompt_is_padded_and_nothing_else_changes(
+    checkpoints: Checkpoints, rng: np.random.Generator, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, steps = driver_with_graphs(checkpoints, family, monkeypatch)
+    model = checkpoints(family).reference
+    before = sum(step.replays for step in steps.values())
+    (base,) = random_prompts(rng, [40])
+    for tail in random_prompts(rng, [1, 3, 4, 5, 23, 24]):
+        prompt = [*base, *tail]
+        assert_greedy(model, prompt, driver.run(prompt, max_tokens=4).tokens, 4)
+    assert sum(step.replays for step in steps.values()) >= before + 5
+
+
+def test_prompts_beside_each_other_are_not_recorded_steps(
+    checkpoints: Checkpoints, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, steps = driver_with_graphs(checkpoints, "qwen3", monkeypatch)
+    prompts = random_prompts(rng, [7, 9, 3])
+    ids = [driver.add(prompt, max_tokens=5) for prompt in prompts]
+    driver.drain()
+    for id, prompt in zip(ids, prompts, strict=True):
+        assert_greedy(checkpoints("qwen3").reference, prompt, driver.answers[id].tokens, 5)
+    assert all(step.replays == 1 for step in steps.values())
