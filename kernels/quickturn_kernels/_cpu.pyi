@@ -146,3 +146,18 @@ def quant_linear(
 ) -> None: ...
 def gather_rows(ids: int, table: int, out: int, count: int, row_bytes: int, table_rows: int, /) -> None: ...
 def argmax(dtype: int, x: int, out: int, rows: int, size: int, x_stride: int, /) -> None: ...
+def draw(
+    dtype: int,
+    logits: int,
+    rows: int,
+    size: int,
+    stride: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    seeds: int,
+    positions: int,
+    out: int,
+    /,
+) -> None: ...

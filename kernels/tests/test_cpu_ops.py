@@ -11,6 +11,7 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import cpu_native
+from quickturn_kernels.ops.sampling.noise import gumbel
 
 if not cpu_native.AVAILABLE:
     pytest.skip("the CPU extension is not built", allow_module_level=True)
@@ -212,3 +213,37 @@ def test_rotary(generator: torch.Generator, dtype: torch.dtype, normed: bool, ro
         results.append((q, cache))
     assert_near(results[1][0], results[0][0])
     assert_near(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("size", [1, 63, 64, 1001, 20000])
+def test_draw(generator: torch.Generator, size: int, filters: bool, dtype: torch.dtype) -> None:
+    """The reference's tokens, unless its two best are level; of peaked rows, which need little noise, and
+    flat ones.
+    """
+    rows = 40
+    scale = torch.logspace(-2, 1, rows)[:, None]
+    logits = (random(generator, rows, size + 7) * scale).to(dtype)[:, :size]
+    logits[5] = float("-inf")
+    logits[6, 0] = float("nan")
+    share = torch.rand(3, rows, generator=generator)
+    params = kernels.SamplingTensors(
+        temperature=torch.where(share[0] < 0.1, 0.0, 2 * share[0]),
+        top_k=(share[1] * 50).int() if filters else torch.zeros(rows, dtype=torch.int32),
+        top_p=share[2].clamp(min=0.01) if filters else torch.ones(rows),
+        min_p=(share[1] * 0.3) if filters else torch.zeros(rows),
+        seeds=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+        positions=torch.randint(2**40, (rows,), generator=generator),
+        no_filters=not filters,
+    )
+    sampling = kernels.ops()["sample"].implementations
+    expected = sampling["reference"].function(logits, params, None).tokens
+    actual = sampling["cpu"].function(logits, params, None).tokens
+    assert expected[5:7].tolist() == actual[5:7].tolist() == [-1, -1]
+    for row in (expected != actual).nonzero()[:, 0].tolist():
+        pair = torch.stack((expected[row], actual[row]))
+        heat = params.temperature[row].clamp(min=1e-5)
+        noise = gumbel(params.seeds[row : row + 1], params.positions[row : row + 1], size)[0]
+        scores = (logits[row].float() / heat + noise)[pair]
+        assert abs(float(scores[0] - scores[1])) < 1e-4 / min(1.0, float(heat)), row

@@ -92,6 +92,25 @@ struct ArgmaxArgs {
   long rows, size, x_stride;
 };
 
+// One token a row: the largest logit / temperature + noise (see ops/sampling/noise.py) among what the filters
+// leave; of rows with a temperature under 1e-5 the first largest logit. -1 as for argmax.
+struct DrawArgs {
+  DType dtype;  // with filters float32 only
+  const void* logits;
+  long rows, size, stride;
+  const float* temperature;
+  const int32_t* top_k;  // the three filters, or null
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seeds;
+  const int64_t* positions;
+  int64_t* out;
+};
+
+// The least of `size` logits that top-k, then top-p, then min-p keep; `peak` is the largest, all are finite
+// or minus infinity. k 0, p 1 and m 0 are off.
+float least_kept(const float* logits, long size, float peak, float temperature, int k, float p, float m);
+
 struct Kernels {
   const char* name;
   void (*rms_norm)(const NormArgs&);
@@ -102,6 +121,7 @@ struct Kernels {
   void (*gather_rows)(const GatherArgs&);
   void (*stream_linear)(const StreamLinearArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*draw)(const DrawArgs&);
 };
 
 }  // namespace qt

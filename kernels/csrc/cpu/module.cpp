@@ -184,6 +184,13 @@ NB_MODULE(_cpu, m) {
   m.def("argmax", [](int dtype, uintptr_t x, uintptr_t out, long rows, long size, long x_stride) {
     active->argmax({static_cast<DType>(dtype), pointer(x), pointer<int64_t>(out), rows, size, x_stride});
   });
+  m.def("draw", [](int dtype, uintptr_t logits, long rows, long size, long stride, uintptr_t temperature,
+                   uintptr_t top_k, uintptr_t top_p, uintptr_t min_p, uintptr_t seeds, uintptr_t positions,
+                   uintptr_t out) {
+    active->draw({static_cast<DType>(dtype), pointer(logits), rows, size, stride, pointer<float>(temperature),
+                  pointer<int32_t>(top_k), pointer<float>(top_p), pointer<float>(min_p),
+                  pointer<int64_t>(seeds), pointer<int64_t>(positions), pointer<int64_t>(out)});
+  });
 }
 
 }  // namespace qt

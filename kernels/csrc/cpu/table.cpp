@@ -15,10 +15,13 @@ void attention_prefill(const AttentionArgs& a);
 void gather_rows(const GatherArgs& a);
 void stream_linear(const StreamLinearArgs& a);
 void argmax(const ArgmaxArgs& a);
+void draw(const DrawArgs& a);
 
 extern const Kernels table;
-const Kernels table = {QT_NAME(QT_ISA),    rms_norm,         silu_and_mul,
-                       rotary_cache_write, attention_decode, attention_prefill,
-                       gather_rows,        stream_linear,    argmax};
+const Kernels table = {QT_NAME(QT_ISA),  rms_norm,
+                       silu_and_mul,     rotary_cache_write,
+                       attention_decode, attention_prefill,
+                       gather_rows,      stream_linear,
+                       argmax,           draw};
 
 }  // namespace qt::QT_ISA
