@@ -26,9 +26,16 @@ ones are its two pairs of a product's left operand (PTX ISA, wgmma: register fra
 UNITS = 132
 """Multiprocessors of an H100 or H200 (SXM): what plans are made for."""
 
-MAX_TILE_ROWS = 192
+WARPS = 15
+WARP_ROWS = 16
+FEWEST_ROWS = 32
+"""Up to so many rows of x each of `WARPS` warps multiplies `WARP_ROWS` rows of the weight by itself; with
+more a warpgroup multiplies `PRODUCT_ROWS`.
+"""
+
 PRODUCT_ROWS = 64
-MAX_STAGES = 24
+MAX_PRODUCTS = 3
+MAX_STAGES = 32
 RING_LIMIT = 231_000
 """Bytes of shared memory for one block."""
 
@@ -41,9 +48,10 @@ MEETING = 700.0
 
 @dataclass(frozen=True)
 class Plan:
-    """tile_rows: rows of the weight in a tile, a multiple of 16 (gated: 32) up to 192. split: blocks that
+    """tile_rows: rows of the weight in a tile, a multiple of 16 up to 192 (by_warps: 240). split: blocks that
     share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
-    block's ring, a multiple of `groups_of`. early: start before the kernel ahead has finished.
+    block's ring, a multiple of `groups_of`. early: start before the kernel ahead has finished. by_warps: each
+    warp multiplies by itself.
     """
 
     tile_rows: int
@@ -51,10 +59,13 @@ class Plan:
     blocks: int
     stages: int
     early: bool = True
+    by_warps: bool = False
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "early")]
+    _fields_ = [
+        (name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "early", "by_warps")
+    ]
 
 
 def permute_columns(weight: Tensor) -> Tensor:
@@ -113,10 +124,11 @@ def launch(
 @cache
 def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
     """The plan for a product with a weight of [weight_rows, columns] that should take least time."""
+    by_warps = rows <= FEWEST_ROWS
+    most = WARPS * WARP_ROWS if by_warps else MAX_PRODUCTS * PRODUCT_ROWS
     best, best_time = None, float("inf")
-    unit = 32 if gated else 16
-    for tile_rows, split in product(range(MAX_TILE_ROWS, 0, -unit), (1, 2, 4, 8)):
-        plan = geometry(weight_rows, columns, tile_rows, split)
+    for tile_rows, split in product(range(most, 0, -16), (1, 2, 4, 8)):
+        plan = geometry(weight_rows, columns, tile_rows, split, by_warps)
         if plan is not None and (time := _time(rows, weight_rows, columns, plan)) < best_time:
             best, best_time = plan, time
     assert best is not None
@@ -125,7 +137,7 @@ def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
 
 def with_stages(plan: Plan, rows: int, features: int, gated: bool) -> Plan:
     """The plan with as many stages as there is room for."""
-    step = groups_of(rows, plan.tile_rows)
+    step = groups_of(rows, plan)
     fitting = [
         stages
         for stages in range(step, MAX_STAGES + 1, step)
@@ -134,9 +146,11 @@ def with_stages(plan: Plan, rows: int, features: int, gated: bool) -> Plan:
     return replace(plan, stages=max(fitting, default=step))
 
 
-def groups_of(rows: int, tile_rows: int) -> int:
-    """Warpgroups of a block that multiply (groups_of in linear_fp8.cu)."""
-    products = -(-tile_rows // PRODUCT_ROWS)
+def groups_of(rows: int, plan: Plan) -> int:
+    """Teams of warps, or warpgroups (groups_of in linear_fp8.cu), that take the stages in turn."""
+    if plan.by_warps:
+        return WARPS // (plan.tile_rows // WARP_ROWS)
+    products = -(-plan.tile_rows // PRODUCT_ROWS)
     if rows <= 16:
         return 4
     if rows <= 32:
@@ -144,19 +158,19 @@ def groups_of(rows: int, tile_rows: int) -> int:
     return 3 if products == 1 else 2
 
 
-def geometry(weight_rows: int, columns: int, tile_rows: int, split: int) -> Plan | None:
-    """Tiles of `tile_rows`, their K in `split` parts, not yet with stages; None if that isn't possible or
-    a split wouldn't fit the machine at once.
+def geometry(weight_rows: int, columns: int, tile_rows: int, split: int, by_warps: bool) -> Plan | None:
+    """Tiles of `tile_rows`, their K in `split` parts, not yet with stages; None if that isn't possible or a
+    split wouldn't fit the machine at once.
     """
     tiles = -(-weight_rows // tile_rows)
     if split == 1:
         waves = -(-tiles // UNITS)
-        return Plan(tile_rows, 1, -(-tiles // waves), 1)
+        return Plan(tile_rows, 1, -(-tiles // waves), 1, by_warps=by_warps)
     # Clusters of four or eight don't fill every part of the machine: only where there's little to do.
     room = UNITS if split == 2 else UNITS // 2
     if tiles * split > room or -(-columns // BLOCK) < 2 * split or tile_rows // split % 8:
         return None
-    return Plan(tile_rows, split, UNITS, 1)
+    return Plan(tile_rows, split, UNITS, 1, by_warps=by_warps)
 
 
 def _time(rows: int, weight_rows: int, columns: int, plan: Plan) -> float:
@@ -166,7 +180,11 @@ def _time(rows: int, weight_rows: int, columns: int, plan: Plan) -> float:
     chunks = -(-columns // BLOCK)
     depth = -(-chunks // plan.split) * BLOCK * waves
     weight = plan.tile_rows * depth
-    converted = -(-plan.tile_rows // PRODUCT_ROWS) * PRODUCT_ROWS * depth
+    if plan.by_warps:
+        members = plan.tile_rows // WARP_ROWS
+        converted = weight * WARPS / (WARPS // members * members)
+    else:
+        converted = -(-plan.tile_rows // PRODUCT_ROWS) * PRODUCT_ROWS * depth
     busiest = max(weight / MEMORY_RATE, (weight + 2 * rows * depth) / CACHE_RATE, converted / CONVERSION_RATE)
     return busiest + (MEETING if plan.split > 1 else 0.0)
 
@@ -175,16 +193,16 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
     """Bytes of dynamic shared memory that the kernel will ask for (as computed in linear_fp8.cu)."""
     padded = next(n for n in (8, 16, 32, 64) if rows <= n)
     ring = plan.stages * (plan.tile_rows + 2 * padded) * BLOCK
-    sums = groups_of(rows, plan.tile_rows) * rows * (plan.tile_rows + 4) * 4
+    sums = groups_of(rows, plan) * rows * (plan.tile_rows + 4) * 4
     tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
-    overread = -plan.tile_rows % PRODUCT_ROWS * BLOCK
+    overread = 0 if plan.by_warps else -plan.tile_rows % PRODUCT_ROWS * BLOCK
     behind = sums - ring if plan.split > 1 or tiles <= plan.blocks else sums
     return 1024 + ring + max(overread, behind)
 
 
 @cache
 def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.early)
+    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.early, plan.by_warps)
 
 
 @cache

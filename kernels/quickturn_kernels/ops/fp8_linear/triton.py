@@ -45,8 +45,8 @@ def quantize_groups_kernel(
         column = place - within + within // 4 * 2 + within % 2 * 8 + within % 4 // 2
     real = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=real, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST) / MAX_CONST
-    scaled = tl.clamp(value / scale[:, None], -MAX_CONST, MAX_CONST)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), axis=1), SMALLEST), MAX_CONST)
+    scaled = tl.clamp(tl.div_rn(value, scale[:, None]), -MAX_CONST, MAX_CONST)
     inside = (column < columns)[None, :]
     tl.store(out + row[:, None] * out_stride + place[None, :], to_e4m3(scaled, out, ROUND), mask=inside)
     tl.store(scales + row * scale_row_stride + tl.program_id(1) * scale_group_stride, scale)
@@ -73,7 +73,7 @@ def quantize_rows_kernel(
         at = start + tl.arange(0, CHUNK)
         value = tl.load(x + row * x_stride + at, mask=at < there, other=0.0)
         top = tl.maximum(top, tl.abs(value.to(tl.float32)))
-    scale = tl.maximum(tl.max(top, axis=0), SMALLEST) / MAX_CONST
+    scale = tl.div_rn(tl.maximum(tl.max(top, axis=0), SMALLEST), MAX_CONST)
     for start in range(0, columns, CHUNK):
         place = start + tl.arange(0, CHUNK)
         column = place
@@ -81,7 +81,7 @@ def quantize_rows_kernel(
             within = place % 16
             column = place - within + within // 4 * 2 + within % 2 * 8 + within % 4 // 2
         value = tl.load(x + row * x_stride + column, mask=column < there, other=0.0).to(tl.float32)
-        scaled = tl.clamp(value / scale, -MAX_CONST, MAX_CONST)
+        scaled = tl.clamp(tl.div_rn(value, scale), -MAX_CONST, MAX_CONST)
         tl.store(out + row * out_stride + place, to_e4m3(scaled, out, ROUND), mask=column < columns)
     tl.store(scales + row, scale)
 

@@ -28,7 +28,7 @@ def _to_cache(value, source, target, scale, ROUND: tl.constexpr):
     """float32 rounded to the dtype of `source`, and then as elements of `target`; in e4m3 over `scale`."""
     rounded = value.to(source.dtype.element_ty)
     if target.dtype.element_ty == tl.float8e4nv:
-        narrow = tl.clamp(rounded.to(tl.float32) / scale, -448.0, 448.0)
+        narrow = tl.clamp(tl.div_rn(rounded.to(tl.float32), scale), -448.0, 448.0)
         return to_e4m3(narrow, target, ROUND)
     return rounded.to(target.dtype.element_ty)
 
