@@ -20,6 +20,7 @@ class Mixture:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[T, H] -> [T, H]`; padding tokens choose no expert, so that they fetch no weights."""
-        # Only batches whose tokens are all sampled have padding; its places in the cache are negative.
-        places = batch.slot_mapping[0] if batch.sample_rows is None else None
-        return moe_block(x, self.router, self.experts, shared=self.shared, positions=places)
+        # Negative for padding. Behind the last mixer only sampled tokens are left, none of which is padding.
+        places = batch.slot_mapping[0]
+        known = places if places.shape[0] == x.shape[0] else None
+        return moe_block(x, self.router, self.experts, shared=self.shared, positions=known)
