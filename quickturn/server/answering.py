@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 
 from quickturn.sampling_params import Constraint, SamplingParams
-from quickturn.server.constraining import compiled
+from quickturn.server.constraining import compiled, helpful
 from quickturn.server.errors import ApiError, invalid, not_supported
 from quickturn.server.fields import (
     CommonFields,
@@ -32,7 +32,7 @@ from quickturn.text.conversation import BadMessage
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
 from quickturn.text.rendering import render_chat
 from quickturn.text.splice import written
-from quickturn.text.structured.constraint import constraint_of
+from quickturn.text.structured.constraint import constraint_of, helpful_constraint
 from quickturn.text.structured.formats import Format
 from quickturn.text.structured.schema import BadSchema
 from quickturn.text.structured.tool_grammar import NoGrammar
@@ -102,6 +102,10 @@ async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
     if prepared.constraint is not None:
         param = "tools" if turn.output is None else turn.output_param
         await compiled(request, state, prepared.constraint, param)
+    elif turn.callable_tools and not (turn.fields.ignore_eos or turn.fields.min_tokens):
+        constraint = helpful_constraint(state.markup, prepared.thinking)
+        if constraint is not None and helpful(state, constraint):
+            prepared = replace(prepared, constraint=constraint)
     return _submit(state, turn, prepared, tenant)
 
 

@@ -1,5 +1,6 @@
 """What every endpoint of one server shares."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -45,6 +46,8 @@ class ServerState:
     """Answers as the model wrote them, for the turns that come back with them."""
     grammars: dict[str, None] = field(default_factory=dict)
     """Sources of grammars that the engine has compiled lately, oldest first."""
+    grammars_tried: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Sources of grammars that nobody asked for, and who waits for the engine to compile them."""
     active: int = 0
     """HTTP requests to `/v1` that have not been answered to the end."""
     created: int = field(default_factory=lambda: int(time.time()))

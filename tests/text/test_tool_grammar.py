@@ -13,7 +13,7 @@ from quickturn.engine.constraints import ConstrainedRow
 from quickturn.engine.grammar import grammar_of
 from quickturn.sampling_params import Constraint
 from quickturn.text.answer_format import AnswerMarkup
-from quickturn.text.structured.constraint import constraint_of
+from quickturn.text.structured.constraint import constraint_of, helpful_constraint
 from quickturn.text.structured.formats import json_schema
 from quickturn.text.structured.schema import BadSchema
 from quickturn.text.structured.tool_grammar import NoGrammar
@@ -156,9 +156,26 @@ def _next() -> list[int]:
     return tokenizer().encode("<|start|>assistant", add_special=False)
 
 
+WELL_FORMED = ["hermes", "deepseek_v3", "deepseek_v31", "kimi_k2", "mistral"]
+
+
+@pytest.mark.parametrize("case", WELL_FORMED)
+def test_calls_of_any_tool_are_whole_objects(case: str) -> None:
+    constraint = helpful_constraint(chosen(case, True), thinking=False)
+    other = [Call("mcp.files/read-2", {"a": [{"}": "{"}]})]
+    for text, calls in (("Free <b> {text}.", []), ("Hm.", TWO), ("", other)):
+        assert takes(constraint, write(case, ("why", text, calls)), True)
+    broken = write(case, ("", "", [Call("shell", {"command": "x"})]))
+    quote = next(at for at in range(len(broken) - 1, 0, -1) if broken[at] == ord('"'))
+    assert not takes(constraint, [*broken[:quote], *broken[quote + 1 :]], True)
+
+
 def test_nothing_is_constrained_that_need_not_be() -> None:
-    assert constraint_of(chosen("hermes", True), tools=(SHELL, PING)) is None
     assert constraint_of(chosen("hermes", True)) is None
+    for case in ("qwen3_coder", "llama3_json", "pythonic", "minimax_m2", "gpt_oss"):
+        assert constraint_of(chosen(case, True), tools=(SHELL, PING)) is None
+        assert helpful_constraint(chosen(case, True), thinking=False) is None
+    assert helpful_constraint(chosen("hermes", False), thinking=False) is None
 
 
 @pytest.mark.parametrize("case", ["pythonic", "deepseek_v32", "glm45"])

@@ -7,7 +7,7 @@ from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.parsing.formats import ReasoningFormat
 from quickturn.text.structured import formats, harmony_grammar
 from quickturn.text.structured.formats import Format
-from quickturn.text.structured.tool_grammar import NoGrammar, ToolGrammar
+from quickturn.text.structured.tool_grammar import NoGrammar, ToolGrammar, well_formed
 from quickturn.text.tools import Tool
 
 
@@ -38,6 +38,15 @@ def constraint_of(
     if not allowed:
         return _after_thinking(markup, _grammar(markup).in_text(tools), thinking, leading_space=False)
     return _after_thinking(markup, formats.either(allowed), thinking, leading_space=True)
+
+
+def helpful_constraint(markup: AnswerMarkup, thinking: bool) -> Constraint | None:
+    """A constraint that nobody asked for: whatever begins as a call becomes one whole JSON object. It is the
+    same for all tools. None where the parser makes JSON of what is written anyway.
+    """
+    tools = markup.format.tools
+    free = None if tools is None else well_formed(tools.name, markup.alphabet)
+    return None if free is None else _after_thinking(markup, free, thinking, leading_space=False)
 
 
 def _grammar(markup: AnswerMarkup) -> ToolGrammar:

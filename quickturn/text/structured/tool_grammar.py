@@ -14,6 +14,7 @@ from quickturn.text.structured.schema import BadSchema
 from quickturn.text.tools import Tool
 
 ANY_OBJECT = {"type": "object"}
+_ANY_NAME = "[a-zA-Z0-9_.:/-]{1,128}"
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ class ToolGrammar:
         return formats.sequence(section, {"type": "star", "content": more})
 
     def in_text(self, tools: Sequence[Tool]) -> Format:
-        """Free text, in which what begins a call goes on as one. Raises NoGrammar for calls that begin with
-        nothing of their own.
+        """Free text, in which what begins a call goes on as one; without tools, as a call of any name with
+        any object for its arguments. Raises NoGrammar for calls that begin with nothing of their own.
         """
         m = self.markup
         if not m.open:
@@ -150,16 +151,21 @@ class ToolGrammar:
         return {"type": "triggered_tags", "triggers": [opener["value"]], "tags": [tag]}
 
     def _body(self, tools: Sequence[Tool]) -> Format:
-        return formats.either([self._call(tool) for tool in tools])
+        return formats.either([self._call(tool) for tool in tools] or [self._call(None)])
 
-    def _call(self, tool: Tool) -> Format:
+    def _call(self, tool: Tool | None) -> Format:
         m = self.markup
-        name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if m.style == "json" else tool.name
-        elements = [*self._literal(m.before + name)]
+        if tool is None:
+            elements = [*self._literal(m.before), formats.regex(_ANY_NAME)]
+        else:
+            name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if m.style == "json" else tool.name
+            elements = [*self._literal(m.before + name)]
         if self.numbered:
             elements.append(formats.regex(":[0-9]{1,4}"))
         elements += self._literal(m.between)
-        if m.style == "json" or takes_arguments(tool):
+        if tool is None:
+            elements.append(formats.json_object())
+        elif m.style == "json" or takes_arguments(tool):
             elements += [*self._literal(m.lead), arguments_of(tool, m.style)]
         elements += self._literal(m.after)
         return formats.sequence(*elements)
@@ -184,3 +190,16 @@ def arguments_of(tool: Tool, style: str = "json") -> Format:
         if tool.strict:
             raise
         return formats.json_schema(ANY_OBJECT, style)
+
+
+def well_formed(name: str, alphabet: Alphabet) -> Format | None:
+    """Free text whose calls hold whole JSON objects, for the format `name`; None where the parser makes JSON
+    of what is written, or where calls don't begin with a token of their own.
+    """
+    try:
+        grammar = ToolGrammar.of(name, alphabet)
+        if grammar.markup.style != "json" or alphabet.spell(grammar.markup.open) == grammar.markup.open:
+            return None
+        return grammar.in_text(())
+    except NoGrammar:
+        return None

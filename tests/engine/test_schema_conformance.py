@@ -1,0 +1,57 @@
+"""Two hundred schemas, the small real model, temperature 1: every answer is valid, or was refused before."""
+
+import json
+import os
+import time
+from typing import Any
+
+import pytest
+from schemas import REFUSED, drawn_schemas
+
+from quickturn.engine.llm import LLM
+from quickturn.engine.messages import AddRequest
+from quickturn.sampling_params import Constraint, SamplingParams
+from quickturn.text.structured.formats import json_schema, source
+from quickturn.text.structured.schema import BadSchema
+from quickturn.text.tokenizer import pack_tokens
+
+pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
+
+COUNT = int(os.environ.get("QUICKTURN_SCHEMAS", "200"))
+MAX_TOKENS = 1500
+
+
+def test_every_answer_is_valid_or_refused() -> None:
+    seed = int(os.environ.get("QUICKTURN_SEED", time.time_ns() % (1 << 30)))
+    print(f"seed {seed}")
+    schemas: dict[int, dict[str, Any]] = {}
+    refused = 0
+    with LLM("embedded", dtype="float32", memory=256 << 20, max_requests=32) as llm:
+        for id, schema in enumerate([*drawn_schemas(seed, COUNT), *(schema for schema, _ in REFUSED)]):
+            try:
+                constraint = Constraint(source(json_schema(schema)))
+            except BadSchema:
+                refused += 1
+                continue
+            schemas[id] = schema
+            prompt = pack_tokens(llm.tokenizer.encode(f"JSON for {json.dumps(schema)[:300]}:\n"))
+            sampling = SamplingParams(
+                max_tokens=MAX_TOKENS, temperature=1.0, seed=seed + id, constraint=constraint
+            )
+            llm._core.add(AddRequest(id, prompt, sampling, time.monotonic()))
+        tokens: dict[int, list[int]] = {id: [] for id in schemas}
+        finish: dict[int, str] = {}
+        while len(finish) < len(schemas):
+            for output in llm._core.step().outputs:
+                tokens[output.id] += output.tokens
+                if output.finish:
+                    finish[output.id] = output.error or output.finish
+        texts = {id: llm.tokenizer.decode(tokens[id]) for id in schemas}
+    assert refused == len(REFUSED)
+    assert set(finish.values()) == {"stop"}, {id: texts[id][-300:] for id in finish if finish[id] != "stop"}
+    for id, schema in schemas.items():
+        items = schema.get("items")
+        if isinstance(items, list):
+            schema = {"type": "array", "prefixItems": items, "items": False}
+        jsonschema.Draft202012Validator(schema).validate(json.loads(texts[id]))
