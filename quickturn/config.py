@@ -52,7 +52,7 @@ class EngineConfig:
     prefix_cache: bool = True
     state_dtype: StateDtype = "float32"
     """Of recurrent states in the cache, where the model has any."""
-    checkpoint_tail: int = 512
+    checkpoint_tail: int = 384
     """A state checkpoint lies so many tokens before the end of a prompt, besides the one at its end."""
     checkpoint_stride: int = 16384
     """Tokens between the state checkpoints inside a long prompt."""

@@ -97,7 +97,7 @@ class Policy:
         fairness: float = 5.0,
         share_wait: float = 10.0,
         checkpoint_stride: int = 16384,
-        checkpoint_tail: int = 512,
+        checkpoint_tail: int = 384,
         eviction_hold: float = 30.0,
         max_hold: float = 300.0,
         max_hold_share: float = 0.5,

@@ -31,7 +31,7 @@ struct Policy {
   double fairness = 5.0;
   double share_wait = 10.0;
   std::int32_t checkpoint_stride = 16384;
-  std::int32_t checkpoint_tail = 512;
+  std::int32_t checkpoint_tail = 384;
   double eviction_hold = 30.0;
   double max_hold = 300.0;
   double max_hold_share = 0.5;
