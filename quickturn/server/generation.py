@@ -174,7 +174,7 @@ class Generation(Generic[Content]):
             if news.stopped_here:
                 stream.cancel(finished=True)
             self.usage.completion += news.tokens
-            self.state.metrics.answer_tokens.inc(news.tokens)
+            self.state.metrics.answers.tokens += news.tokens
             if news.finish:
                 self.state.metrics.finished.labels(news.finish).inc()
             if news.finish == "tool_calls" and self.routing.session:
@@ -232,7 +232,7 @@ class Generation(Generic[Content]):
         if not last:
             self.state.metrics.first_token.observe(now - self._arrival)
         elif tokens:
-            self.state.metrics.token_gap.observe((now - last) / tokens)
+            self.state.metrics.answers.gap((now - last) / tokens)
         return now
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import openai
 import pytest
@@ -156,3 +157,13 @@ async def test_sixteen_chats_at_once(served: Served) -> None:
     answers = await asyncio.gather(*(chat(number) for number in range(16)))
     assert answers == [f"{number} Größe 🙂 " * (number + 1) for number in range(16)]
     await client.close()
+
+
+def test_answers_are_in_the_metrics(own_server: Callable[..., Served]) -> None:
+    served = own_server()
+    with openai.OpenAI(base_url=served.url, api_key="any", max_retries=0) as client:
+        client.chat.completions.create(model="fake", messages=HELLO, extra_body=script(text="abcdef"))
+    figures = served.stats()
+    assert figures["quickturn_generated_tokens_total"] == 7
+    gaps = [figures[f'quickturn_time_between_tokens_seconds_bucket{{le="{le}"}}'] for le in ("0.5", "+Inf")]
+    assert 0 < gaps[0] <= gaps[1] == figures["quickturn_time_between_tokens_seconds_count"] <= 6
