@@ -5,9 +5,9 @@
 
 namespace quickturn {
 
-// The weights of one decoder layer. Matrices [N, K] row-major; biases, q_norm and k_norm may be null.
+// Of one decoder layer: small weights, and where its keys and values lie. Biases, q_norm and k_norm may be
+// null.
 struct StackLayer {
-  const bf16 *qkv, *o, *gate_up, *down;
   const bf16 *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
   const bf16 *attn_norm, *mlp_norm, *q_norm, *k_norm;
   bf16 *k_cache, *v_cache;
@@ -15,8 +15,8 @@ struct StackLayer {
 
 struct StackArguments {
   const StackLayer* layers;  // [layer_count], device memory
-  const TensorMap* maps;     // [layer_count, 2]: keys, values
-  const bf16 *x, *norm, *head;
+  const TensorMap* maps;     // [layer_count, 6]: q|k|v, output, gate|up, down, keys, values; then the head
+  const bf16 *x, *norm;
   float* logits;  // [rows, vocab]
   const int *tables, *lens;
   const float* cos_sin;
@@ -32,21 +32,34 @@ namespace stack {
 
 constexpr int kWarps = 8;  // that compute; one more requests weights and keys
 constexpr int kComputing = kWarps * 32;
+constexpr int kPairs = kWarps / 2;  // of warps: each takes a slot of the ring, and each warp half of it
 constexpr int kMaxRows = 8;
 constexpr int kDim = 128;  // of a head
 constexpr int kHeadBytes = kDim * 2;
-constexpr int kGranule = 8;      // rows of a weight in one product, the N of the matrix instruction
-constexpr int kMaxChunk = 1024;  // columns of a granule that come together
-constexpr int kSlotBytes =
-    17408;  // of the ring: a granule's chunk, its rows padded; or a tile of keys and values
-constexpr int kMinStages = 3, kMaxStages = 13;
-constexpr int kBatch = 8;   // granules whose sums are finished together
-constexpr int kShares = 5;  // a layer's four matrices, and the head
+constexpr int kGranule = 8;        // rows of a weight in one product, the N of the matrix instruction
+constexpr int kMaxChunk = 1024;    // columns of a granule that come together
+constexpr int kSlotBytes = 16384;  // of the ring: a granule's chunk, or a tile of keys and values
+constexpr int kMinStages = 4, kMaxStages = 14;
+constexpr int kBatchSlots = 32;  // whose sums are finished together
+constexpr int kMatrices = 4;     // of a layer: q|k|v, output, gate|up, down; attention follows the first
+constexpr int kMaps = 6;         // of a layer
 constexpr int kPatience = 1 << 21;
 
 // Byte offsets in dynamic shared memory; the ring lies at its start.
 struct Layout {
-  int barriers, x, residual, sums, squares, angles, head_norms, fresh, zeros, layers, pieces, shares, bytes;
+  int barriers, x, residual, sums, squares, angles, head_norms, zeros, layers, shares, segments, units, work;
+  int bytes;
+};
+
+// One of the step's matrices: the four of a layer, and the head.
+struct Part {
+  const uint4* input;  // packets
+  uint4* output;
+  int columns, features, granules;
+  int chunk, chunks;  // columns of a slot, and slots of a granule
+  int batch;          // granules whose sums are finished together, a power of two
+  int shift;          // log2 of the results of a row and batch
+  bool gated;         // a granule is four rows of the gate and the matching four of up
 };
 
 // What the kernel is given. All of it lies in constant memory, and what follows from it is worked out where
@@ -54,6 +67,7 @@ struct Layout {
 struct Plan {
   StackArguments args;
   Layout at;
+  Part parts[kMatrices + 1];
 };
 
 // The thread's index, read anew by every phase, for the same reason.
@@ -120,7 +134,7 @@ __device__ __forceinline__ uint2 pack4(const float (&value)[4]) {
   return make_uint2(narrow2(value[0], value[1]), narrow2(value[2], value[3]));
 }
 
-// ---- The ring of slots in shared memory, walked alike by who fills and who reads it
+// ---- The ring of slots in shared memory, walked alike by who fills and who reads it. Two warps read a slot.
 
 struct Ring {
   uint32_t slots, barriers;
@@ -132,23 +146,34 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty() const { return barriers + (kMaxStages + stage) * 8; }
   __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity); }
   __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity); }
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
+  // Up to `stages` slots on.
+  __device__ __forceinline__ void advance(int slots_on, int stages) {
+    stage += slots_on;
+    if (stage >= stages) stage -= stages, parity ^= 1;
   }
-  __device__ __forceinline__ void release(int stages) {
-    __syncwarp();
-    if (this_thread() % 32 == 0) barrier_arrive(empty());
-    advance(stages);
+  __device__ __forceinline__ void skip(int slots_on, int stages) {
+    stage += slots_on;
+    const int turns = stage / stages;
+    stage -= turns * stages;
+    parity ^= turns & 1;
   }
 };
 
-__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier,
-                                           uint64_t policy) {
+// Four dims of a matrix to a slot: 64 columns, rows, halves (gate and up), then the next 64 columns.
+__device__ __forceinline__ void load_granule(uint32_t to, const TensorMap* map, int row, int block,
+                                             uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %2, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(block), "r"(barrier), "l"(kEvictFirst)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-      "[%3], "
-      "%4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
       : "memory");
 }
 
@@ -173,83 +198,17 @@ __device__ __forceinline__ Range own_share(int granules) {
   return {granules * block / blocks, granules * (block + 1) / blocks};
 }
 
-__host__ __device__ constexpr int chunk_of(int columns) {
-  return columns % 1024 == 0 ? 1024 : columns % 768 == 0 ? 768 : columns % 512 == 0 ? 512 : 256;
-}
-
 __host__ __device__ constexpr int row_bytes(int columns) { return columns * 2 + 16; }
 
-constexpr int kMatrices = 4;  // of a layer: q|k|v, output, gate|up, down; attention follows the first
-
-// Which of a block's shares is that of matrix `index`, in the order of a step: four a layer, then the head.
-__device__ __forceinline__ int share_of(const Plan& plan, int index) {
+// Which of the plan's parts is matrix `index` of the step: four a layer, then the head.
+__device__ __forceinline__ int part_of(const Plan& plan, int index) {
   return index == kMatrices * plan.args.layer_count ? kMatrices : index % kMatrices;
 }
 
-// Gated: a granule is four rows of the gate and the matching four of up, and the features of the result,
-// silu(gate) * up, are half the matrix's rows.
-__device__ __forceinline__ bool is_gated(int share) { return share == 2; }
-__device__ __forceinline__ bool has_norm(int share) { return share % 2 == 0; }
+__device__ __forceinline__ bool has_norm(int part) { return part % 2 == 0; }
 
-__device__ __forceinline__ int columns_of(const Plan& plan, int share) {
-  return share == 1 ? plan.args.heads * kDim : share == 3 ? plan.args.inner : plan.args.hidden;
-}
-
-__device__ __forceinline__ int features_of(const Plan& plan, int share) {
-  const StackArguments& args = plan.args;
-  switch (share) {
-    case 0:
-      return (args.heads + 2 * args.kv_heads) * kDim;
-    case 2:
-      return args.inner;
-    case 4:
-      return args.vocab;
-    default:
-      return args.hidden;
-  }
-}
-
-__device__ __forceinline__ int granules_of(const Plan& plan, int share) {
-  return features_of(plan, share) / (is_gated(share) ? kGranule / 2 : kGranule);
-}
-
-// The packets that come in and those that go out.
-__device__ __forceinline__ const uint4* input_of(const Plan& plan, int share) {
-  const StackArguments& args = plan.args;
-  return share == 1 ? args.attended : share == 2 ? args.branch : share == 3 ? args.activated : args.mlp;
-}
-
-__device__ __forceinline__ uint4* output_of(const Plan& plan, int share) {
-  const StackArguments& args = plan.args;
-  return share == 0 ? args.qkv : share == 1 ? args.branch : share == 2 ? args.activated : args.mlp;
-}
-
-struct Norms {
-  const bf16 *input, *q, *k;  // of a matrix's input; of the heads of its result, or null
-};
-
-__device__ __forceinline__ Norms norms_of(const Plan& plan, const StackLayer& layer, int share) {
-  if (share == 0) return {layer.attn_norm, layer.q_norm, layer.k_norm};
-  return {share == 2 ? layer.mlp_norm : plan.args.norm, nullptr, nullptr};
-}
-
-__device__ __forceinline__ const bf16* weight_of(const Plan& plan, const StackLayer& layer, int share) {
-  switch (share) {
-    case 0:
-      return layer.qkv;
-    case 1:
-      return layer.o;
-    case 2:
-      return layer.gate_up;
-    case 3:
-      return layer.down;
-    default:
-      return plan.args.head;
-  }
-}
-
-__device__ __forceinline__ const bf16* bias_of(const StackLayer& layer, int share) {
-  switch (share) {
+__device__ __forceinline__ const bf16* bias_of(const StackLayer& layer, int part) {
+  switch (part) {
     case 0:
       return layer.qkv_bias;
     case 1:
@@ -263,137 +222,142 @@ __device__ __forceinline__ const bf16* bias_of(const StackLayer& layer, int shar
   }
 }
 
-// Requests the norms that stand before and behind a matrix, in one slot; one warp.
+// Requests the norms that stand before and behind a matrix, in one slot; one thread.
 __device__ __forceinline__ void request_norms(const Plan& plan, Ring& ring, const StackLayer& layer,
-                                              int share) {
+                                              int part) {
   const int bytes = plan.args.hidden * 2;
-  const Norms norms = norms_of(plan, layer, share);
+  const bf16* q = part == 0 ? layer.q_norm : nullptr;
+  const bf16* k = part == 0 ? layer.k_norm : nullptr;
   ring.wait_empty();
-  if (this_thread() % 32 == 0) {
-    const int heads = (norms.q != nullptr) + (norms.k != nullptr);
-    barrier_expect(ring.full(), bytes + heads * kHeadBytes);
-    copy_bytes(ring.slot(), norms.input, bytes, ring.full(), kEvictFirst);
-    if (norms.q != nullptr) copy_bytes(ring.slot() + bytes, norms.q, kHeadBytes, ring.full(), kEvictFirst);
-    if (norms.k != nullptr)
-      copy_bytes(ring.slot() + bytes + kHeadBytes, norms.k, kHeadBytes, ring.full(), kEvictFirst);
-  }
-  ring.advance(plan.args.stages);
+  barrier_expect(ring.full(), bytes + ((q != nullptr) + (k != nullptr)) * kHeadBytes);
+  copy_bytes(ring.slot(),
+             part == 0   ? layer.attn_norm
+             : part == 2 ? layer.mlp_norm
+                         : plan.args.norm,
+             bytes, ring.full());
+  if (q != nullptr) copy_bytes(ring.slot() + bytes, q, kHeadBytes, ring.full());
+  if (k != nullptr) copy_bytes(ring.slot() + bytes + kHeadBytes, k, kHeadBytes, ring.full());
+  ring.advance(1, plan.args.stages);
 }
 
-// Requests a matrix's granules of this block; one warp.
-__device__ __forceinline__ void request(const Plan& plan, Ring& ring, const StackLayer& layer, int share,
+// Requests a matrix's granules of this block; one thread.
+__device__ __forceinline__ void request(const Plan& plan, Ring& ring, const TensorMap* map, const Part& part,
                                         const Range& own) {
-  const int lane = this_thread() % 32, columns = columns_of(plan, share), chunk = chunk_of(columns);
+  const int rows = part.gated ? kGranule / 2 : kGranule, blocks = part.chunk / kSliceColumns;
+  const int bytes = kGranule * part.chunk * 2, chunks = part.chunks, stages = plan.args.stages;
 #pragma unroll 1
   for (int granule = own.begin; granule < own.end; ++granule) {
-    int row = granule * kGranule + lane;
-    if (is_gated(share))
-      row = granule * (kGranule / 2) + lane + (lane < kGranule / 2 ? 0 : plan.args.inner - kGranule / 2);
-    const bf16* from = weight_of(plan, layer, share) + static_cast<long long>(row) * columns;
 #pragma unroll 1
-    for (int column = 0; column < columns; column += chunk) {
+    for (int chunk = 0; chunk < chunks; ++chunk) {
       ring.wait_empty();
-      if (lane == 0) barrier_expect(ring.full(), kGranule * chunk * 2);
-      __syncwarp();
-      if (lane < kGranule)
-        copy_bytes(ring.slot() + lane * row_bytes(chunk), from + column, chunk * 2, ring.full(), kEvictFirst);
-      ring.advance(plan.args.stages);
+      barrier_expect(ring.full(), bytes);
+      load_granule(ring.slot(), map, granule * rows, chunk * blocks, ring.full());
+      ring.advance(1, stages);
     }
   }
 }
 
-// The product of all rows with this block's granules: each warp takes an eighth of every chunk's columns, and
-// the warps' sums meet in shared memory, in two buffers that are used in turn.
+// The product of all rows with this block's granules. A pair of warps takes a slot, each warp half of its
+// columns; all sums of a batch of granules meet in shared memory, in two buffers that are used in turn.
 __device__ __forceinline__ void product(const Plan& plan, Ring& ring, unsigned char* shared,
-                                        const StackLayer& layer, int share, const Range& own, unsigned flag) {
-  const int thread = this_thread(), warp = thread / 32, lane = thread % 32, rows = plan.args.rows;
-  const int columns = columns_of(plan, share), chunk = chunk_of(columns), warp_columns = chunk / kWarps;
-  const int matrix_row = lane % 8, matrix_column = warp * warp_columns + lane / 8 * 8;
-  const uint32_t weight_at = matrix_row * row_bytes(chunk) + matrix_column * 2;
+                                        const StackLayer& layer, int index, const Range& own, unsigned flag) {
+  const Part& part = plan.parts[index];
+  const int thread = this_thread(), lane = thread % 32, pair = thread / 64, half = thread / 32 % 2;
+  const int rows = plan.args.rows, stages = plan.args.stages;
+  const int chunks = part.chunks, half_columns = part.chunk / 2;
+  const int matrix_row = lane % 8, matrix = lane / 8;
+  // The slot's rows of 128 bytes are swizzled; a warp reads 32 columns of all eight at a time.
+  const uint32_t even = half * half_columns * 16 + matrix_row * 128 + ((matrix ^ matrix_row) << 4);
+  const uint32_t odd = even ^ 64;
   const bool real = matrix_row < rows;
-  const uint32_t x_at =
-      shared_address(shared) +
-      (real ? plan.at.x + matrix_row * row_bytes(columns) + matrix_column * 2 : plan.at.zeros);
-  // What this thread finishes: four results of one row and one granule of a batch.
-  const bool gated = is_gated(share);
-  const int quad = gated ? 0 : thread % 2, item = gated ? thread : thread / 2;
-  const int row = item % rows, mine = item / rows;
+  const uint32_t x_at = shared_address(shared) + (real ? plan.at.x + matrix_row * row_bytes(part.columns) +
+                                                             (half * half_columns + matrix * 8) * 2
+                                                       : plan.at.zeros);
+  const int x_step = real ? 64 : 0, x_chunk = real ? part.chunk * 2 : 0;
   int buffer = 0;
 #pragma unroll 1
-  for (int first = own.begin; first < own.end; first += kBatch) {
-    const int count = min(kBatch, own.end - first);
+  for (int first = own.begin; first < own.end; first += part.batch) {
+    const int count = min(part.batch, own.end - first), slots = count * chunks;
     float* batch =
-        reinterpret_cast<float*>(shared + plan.at.sums) + buffer * (kBatch * kWarps * rows * kGranule);
+        reinterpret_cast<float*>(shared + plan.at.sums) + buffer * (kBatchSlots * 2 * kGranule) * rows;
+    Ring mine = ring;
+    mine.advance(pair, stages);
+    int chunk = pair;
+    while (chunk >= chunks) chunk -= chunks;
 #pragma unroll 1
-    for (int granule = 0; granule < count; ++granule) {
+    for (int slot = pair; slot < slots; slot += kPairs) {
       float sum[4][2] = {};  // short chains of products
-#pragma unroll 1
-      for (int column = 0; column < columns; column += chunk) {
-        constexpr int kSteps = kMaxChunk / kWarps / 32;
-        uint32_t a[kSteps][4], b[kSteps][4];
+      uint32_t a[2][2][4], b[2][2][4];
+      uint32_t x = x_at + chunk * x_chunk, weights = mine.slot();
+      const auto load = [&](int to) {
+        load_matrices(b[to][0], weights + even);
+        load_matrices(b[to][1], weights + odd);
+        load_matrices(a[to][0], x);
+        load_matrices(a[to][1], x + x_step);
+        weights += 1024, x += 2 * x_step;
+      };
+      const auto multiply_block = [&](int from) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-          if (step * 32 < warp_columns) load_matrices(a[step], real ? x_at + (column + step * 32) * 2 : x_at);
-        ring.wait_full();
-        const uint32_t weights = ring.slot() + weight_at;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-          if (step * 32 < warp_columns) load_matrices(b[step], weights + step * 64);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          if (step * 32 >= warp_columns) break;
-          multiply_eight(sum[step % 2 * 2], a[step][0], a[step][1], b[step][0], b[step][1]);
-          multiply_eight(sum[step % 2 * 2 + 1], a[step][2], a[step][3], b[step][2], b[step][3]);
+        for (int step = 0; step < 2; ++step) {
+          multiply_eight(sum[step * 2], a[from][step][0], a[from][step][1], b[from][step][0],
+                         b[from][step][1]);
+          multiply_eight(sum[step * 2 + 1], a[from][step][2], a[from][step][3], b[from][step][2],
+                         b[from][step][3]);
         }
-        ring.release(plan.args.stages);
+      };
+      mine.wait_full();
+      load(0);
+      const int blocks = half_columns / kSliceColumns;
+#pragma unroll 1
+      for (int block = 0; block < blocks; block += 2) {
+        load(1);
+        multiply_block(0);
+        // One block too far at the end: it lies in shared memory, and nobody multiplies it.
+        load(0);
+        multiply_block(1);
       }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(mine.empty());
+      mine.advance(kPairs, stages);
       if (lane / 4 < rows)
-        *reinterpret_cast<float2*>(batch + ((warp * kBatch + granule) * rows + lane / 4) * kGranule +
-                                   lane % 4 * 2) =
+        *reinterpret_cast<float2*>(batch + ((slot * 2 + half) * rows + lane / 4) * kGranule + lane % 4 * 2) =
             make_float2(sum[0][0] + sum[1][0] + (sum[2][0] + sum[3][0]),
                         sum[0][1] + sum[1][1] + (sum[2][1] + sum[3][1]));
+      chunk += kPairs;
+      while (chunk >= chunks) chunk -= chunks;
     }
+    ring.skip(slots, stages);
     sync_computing();
-    if (mine < count) {
-      const int features = features_of(plan, share);
-      const int feature = (first + mine) * (gated ? 4 : 8) + quad * 4;
-      float value[2][4];
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        if (part == 1 && !gated) break;
-        const float* from = batch + (mine * rows + row) * kGranule + (part + quad) * 4;
-        float4 piece[kWarps];
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w)
-          piece[w] = *reinterpret_cast<const float4*>(from + w * kBatch * rows * kGranule);
-        float(&total)[4] = value[part];
-        total[0] = piece[0].x, total[1] = piece[0].y, total[2] = piece[0].z, total[3] = piece[0].w;
-#pragma unroll
-        for (int w = 1; w < kWarps; ++w) {
-          total[0] += piece[w].x;
-          total[1] += piece[w].y;
-          total[2] += piece[w].z;
-          total[3] += piece[w].w;
+    // A thread finishes one result of a row; four neighbours make a packet.
+    const int bits = part.gated ? 2 : 3, within = thread & ((1 << part.shift) - 1), granule = within >> bits;
+    const int result = within & ((1 << bits) - 1), feature = ((first + granule) << bits) + result;
+#pragma unroll 1
+    for (int base = 0; base < rows; base += kComputing >> part.shift) {
+      const int row = base + (thread >> part.shift);
+      const bool inside = row < rows && granule < count;
+      float value = 0.f;
+      if (inside) {
+        const float* from = batch + (granule * chunks * 2 * rows + row) * kGranule + result;
+        float up = 0.f;
+#pragma unroll 8
+        for (int i = 0; i < chunks * 2; ++i) {
+          value += from[i * rows * kGranule];
+          if (part.gated) up += from[i * rows * kGranule + kGranule / 2];
         }
-        const bf16* bias = bias_of(layer, share);
+        const bf16* bias = bias_of(layer, index);
         if (bias != nullptr) {
-          float added[4];
-          unpack4(__ldg(reinterpret_cast<const uint2*>(bias + part * features + feature)), added);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) total[i] += added[i];
+          value += widen(__ldg(bias + feature));
+          if (part.gated) up += widen(__ldg(bias + part.features + feature));
         }
+        if (part.gated) value = gate_value(value, up);
       }
-      if (gated) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[0][i] = gate_value(value[0][i], value[1][i]);
-      }
-      const long long at = static_cast<long long>(row) * features + feature;
-      if (share == kMatrices) {
-        *reinterpret_cast<float4*>(plan.args.logits + at) =
-            make_float4(value[0][0], value[0][1], value[0][2], value[0][3]);
+      const long long at = static_cast<long long>(row) * part.features + feature;
+      if (index == kMatrices) {
+        if (inside) plan.args.logits[at] = value;
       } else {
-        const uint2 packed = pack4(value[0]);
-        store_packet(output_of(plan, share) + at / 4, packed.x, packed.y, flag);
+        const uint32_t low = narrow2(value, __shfl_down_sync(0xFFFFFFFFu, value, 1));
+        const uint32_t high = __shfl_down_sync(0xFFFFFFFFu, low, 2);
+        if (inside && lane % 4 == 0) store_packet(part.output + at / 4, low, high, flag);
       }
     }
     buffer ^= 1;
@@ -403,10 +367,9 @@ __device__ __forceinline__ void product(const Plan& plan, Ring& ring, unsigned c
 // Waits for the input of a matrix and lays it down as the operand of the product, kCount packets a thread at
 // a time.
 template <int kCount>
-__device__ __forceinline__ void stage_rows(const Plan& plan, unsigned char* shared, int share,
+__device__ __forceinline__ void stage_rows(const Plan& plan, unsigned char* shared, const Part& part,
                                            unsigned flag) {
-  const int thread = this_thread(), rows = plan.args.rows, columns = columns_of(plan, share);
-  const int width = columns / 4;
+  const int thread = this_thread(), rows = plan.args.rows, columns = part.columns, width = columns / 4;
   int row = 0, column = thread;
 #pragma unroll 1
   while (row < rows) {
@@ -420,7 +383,7 @@ __device__ __forceinline__ void stage_rows(const Plan& plan, unsigned char* shar
       column += kComputing;
       if (column - thread >= width) column = thread, ++row;
     }
-    await(data, input_of(plan, share), from, flag);
+    await(data, part.input, from, flag);
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       if (to[i] >= 0) *reinterpret_cast<uint2*>(shared + to[i]) = data[i];
@@ -430,8 +393,8 @@ __device__ __forceinline__ void stage_rows(const Plan& plan, unsigned char* shar
 // residual += the input of a matrix, or residual = the embeddings ahead of the first one; and the norm of it
 // as the operand of the product. The norm's weight is the ring's next slot; the heads' norms are kept from
 // it.
-__device__ __forceinline__ void norm_rows(const Plan& plan, Ring& ring, unsigned char* shared, int share,
-                                          bool embedded, unsigned flag) {
+__device__ __forceinline__ void norm_rows(const Plan& plan, const Ring& ring, unsigned char* shared,
+                                          int index, bool embedded, unsigned flag) {
   const int thread = this_thread(), warp = thread / 32, lane = thread % 32;
   const int rows = plan.args.rows, columns = plan.args.hidden;
   const int width = columns / 4;
@@ -456,7 +419,7 @@ __device__ __forceinline__ void norm_rows(const Plan& plan, Ring& ring, unsigned
         data[i] = __ldcg(reinterpret_cast<const uint2*>(plan.args.x + from[i] / width * plan.args.x_pitch) +
                          from[i] % width);
     } else {
-      await(data, input_of(plan, share), from, flag);
+      await(data, plan.parts[index].input, from, flag);
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -503,10 +466,9 @@ __device__ __forceinline__ void norm_rows(const Plan& plan, Ring& ring, unsigned
       *reinterpret_cast<uint2*>(shared + plan.at.x + row * row_bytes(columns) + at * 8) = pack4(value);
     }
   }
-  if (share == 0 && thread < 2 * kHeadBytes / 16)
+  if (index == 0 && thread < 2 * kHeadBytes / 16)
     reinterpret_cast<uint4*>(shared + plan.at.head_norms)[thread] =
         reinterpret_cast<const uint4*>(slot + columns * 2)[thread];
-  ring.release(plan.args.stages);
 }
 
 }  // namespace stack

@@ -156,7 +156,7 @@ SHAPES = (
     StackShape("ragged", (1, 64, 65, 0, 200)),
     StackShape("eight rows, biases", (3, 700, 16, 17, 33, 0, 32, 5), biases=True, norms=False),
     StackShape("one long row", (4100,), heads=8, kv_heads=8, layers=3),
-    StackShape("window", (5, 300, 129), window=100, heads=8, kv_heads=1, block_tokens=16),
+    StackShape("window", (5, 300, 129), window=100, heads=8, kv_heads=1, block_tokens=32),
     StackShape("odd sizes", (65, 129), hidden=768, inner=1280, heads=6, kv_heads=2, vocab=1000),
 )
 

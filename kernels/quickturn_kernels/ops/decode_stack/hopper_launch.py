@@ -12,11 +12,12 @@ from quickturn_kernels.cuda_build import library
 from quickturn_kernels.ops.attention.triton_common import LOG2_E
 from quickturn_kernels.ops.decode_stack import Caches, DecoderStack, StackLayer
 from quickturn_kernels.ops.linear import PLAIN, LinearWeight
+from quickturn_kernels.ops.linear.hopper_launch import UNITS
 from quickturn_kernels.platform import describe
 
 MAX_ROWS = 8
 MAX_GROUP = 8
-MAX_HIDDEN = 8192
+MAX_HIDDEN = 7936
 HEAD_DIM = 128
 COLUMNS = 256
 """Columns of every matrix are a multiple of this."""
@@ -24,18 +25,23 @@ COLUMNS = 256
 GRANULE = 8
 """Rows of a weight that are multiplied at once."""
 
-SLOT_BYTES = 17408
+MAX_CHUNKS = 32
+SLOT_BYTES = 16384
+TILE_KEYS = 32
+QUARTERS = 4
+UNITS_A_BLOCK = 16
+"""Quarters of a head whose parts one block may add up."""
+
 USEFUL_STAGES = 4
 """With a shorter ring memory waits for the computation, and separate kernels are faster."""
 
 SHARED_LIMIT = 231_000
 MAP_BYTES = 128
+MAPS = 6
+"""Tensor maps of a layer."""
+
 
 _LAYER = (
-    "qkv",
-    "o",
-    "gate_up",
-    "down",
     "qkv_bias",
     "o_bias",
     "gate_up_bias",
@@ -48,7 +54,7 @@ _LAYER = (
     "v_cache",
 )
 _POINTERS = (
-    *("layers", "maps", "x", "norm", "head", "logits", "tables", "lens", "cos_sin", "epoch"),
+    *("layers", "maps", "x", "norm", "logits", "tables", "lens", "cos_sin", "epoch"),
     *("qkv", "parts", "attended", "branch", "activated", "mlp"),
 )
 _PITCHES = ("x", "table", "cos_sin", "k_block", "k_row", "v_block", "v_row")
@@ -119,23 +125,23 @@ def sizes_of(stack: DecoderStack) -> Sizes:
 def shared_memory(sizes: Sizes, rows: int, stages: int) -> int:
     """Bytes that the kernel will ask for (as computed in decode_stack.cu)."""
     widest = max(sizes.hidden, sizes.attended, sizes.inner)
-    tile = 16 * HEAD_DIM * 2
-    scratch = 2 * tile + 8 * (sizes.group * (HEAD_DIM + 8) * 4 + 16 * 8)
+    scratch = 16 * HEAD_DIM * 2 + 4 * HEAD_DIM + 8 * sizes.group * (HEAD_DIM + 8) * 4 + 9 * 8 * 8
     return (
         1024
         + stages * SLOT_BYTES
         + max(rows * (widest * 2 + 16), scratch)
         + rows * sizes.hidden * 2
-        + 2 * 8 * 8 * rows * GRANULE * 4
+        + 2 * 32 * 2 * rows * GRANULE * 4
         + MAX_ROWS * 8 * 4
         + rows * HEAD_DIM * 4
-        + 2 * HEAD_DIM * 2
-        + tile
+        + 4 * HEAD_DIM
         + 16
         + sizes.layers * ctypes.sizeof(_Layer)
-        + MAX_ROWS * 8 * 4
+        + 2 * MAX_ROWS * 32
+        + UNITS_A_BLOCK * 16
         + 5 * 8
-        + 2 * 13 * 8
+        + 8
+        + 2 * 14 * 8
     )
 
 
@@ -144,8 +150,12 @@ def most_rows(stack: DecoderStack) -> int:
     rows = _rows.get(stack)
     if rows is None:
         sizes = sizes_of(stack)
+        blocks = _blocks(sizes, stack.norm.device)
         fitting = [
-            n for n in range(1, MAX_ROWS + 1) if shared_memory(sizes, n, USEFUL_STAGES) <= SHARED_LIMIT
+            n
+            for n in range(1, MAX_ROWS + 1)
+            if shared_memory(sizes, n, USEFUL_STAGES) <= SHARED_LIMIT
+            and n * stack.heads * QUARTERS <= UNITS_A_BLOCK * blocks
         ]
         rows = max(fitting, default=0) if _takes(stack, sizes) else 0
         _rows[stack] = rows
@@ -158,8 +168,7 @@ def takes_caches(stack: DecoderStack, caches: Caches) -> bool:
     block_tokens = first.shape[1]
     return (
         len(caches) == len(stack.layers)
-        and block_tokens >= 8
-        and block_tokens & (block_tokens - 1) == 0
+        and block_tokens % TILE_KEYS == 0
         and all(
             cache.dtype == torch.bfloat16
             and cache.shape == first.shape
@@ -221,7 +230,7 @@ def _takes(stack: DecoderStack, sizes: Sizes) -> bool:
         and stack.heads % stack.kv_heads == 0
         and sizes.group <= MAX_GROUP
         and sizes.hidden <= MAX_HIDDEN
-        and all(columns % COLUMNS == 0 for columns in (sizes.hidden, sizes.attended, sizes.inner))
+        and all(_fits(columns) for columns in (sizes.hidden, sizes.attended, sizes.inner))
         and sizes.vocab % GRANULE == 0
         and _is_matrix(stack.head, (sizes.vocab, sizes.hidden))
         and _is_vector(stack.norm, sizes.hidden)
@@ -235,6 +244,18 @@ def _takes(stack: DecoderStack, sizes: Sizes) -> bool:
             for layer in stack.layers
         )
     )
+
+
+def _blocks(sizes: Sizes, device: torch.device) -> int:
+    """One a multiprocessor, but every block has to take part in q|k|v and gate|up."""
+    units = describe(device).units if device.type == "cuda" else UNITS
+    return min(units, sizes.qkv // GRANULE, sizes.inner * 2 // GRANULE)
+
+
+def _fits(columns: int) -> bool:
+    """Whether the columns of a matrix come in a few chunks of one size (`chunk_of` in decode_stack.cu)."""
+    chunk = next((size for size in (1024, 768, 512, 256) if columns % size == 0), 0)
+    return chunk > 0 and columns // chunk <= MAX_CHUNKS
 
 
 def _is_matrix(weight: LinearWeight, shape: tuple[int, int]) -> bool:
@@ -258,28 +279,18 @@ def _prepare(
 ) -> Prepared:
     sizes, rows = sizes_of(stack), most_rows(stack)
     first = caches[0][0]
-    blocks = min(describe(device).units, sizes.qkv // GRANULE, sizes.inner * 2 // GRANULE)
+    blocks = _blocks(sizes, device)
     table = (_Layer * sizes.layers)()
-    maps = ctypes.create_string_buffer(2 * sizes.layers * MAP_BYTES + 64)
-    start = -ctypes.addressof(maps) % 64
-    describe_map = _map_function(device)
+    maps = _Maps(device, sizes.layers * MAPS + 1)
     for index, (layer, pair) in enumerate(zip(stack.layers, caches, strict=True)):
         table[index] = _layer(layer, pair)
-        for half, one in enumerate(pair):
-            at = ctypes.addressof(maps) + start + (2 * index + half) * MAP_BYTES
-            made = describe_map(
-                at,
-                one.data_ptr(),
-                one.shape[2],
-                one.shape[1],
-                one.shape[0],
-                one.stride(1),
-                one.stride(0),
-            )
-            if not made:
-                raise RuntimeError(f"the driver can't describe a cache of {tuple(one.shape)}")
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            maps.add_matrix(matrix.tensors[0], gated=matrix is layer.gate_up)
+        for one in pair:
+            maps.add_cache(one)
+    maps.add_matrix(stack.head.tensors[0], gated=False)
     layers = _to_device(bytes(table), device)
-    encoded = _to_device(maps.raw[start : start + 2 * sizes.layers * MAP_BYTES], device)
+    encoded = _to_device(maps.encoded(), device)
     features = (sizes.qkv, sizes.attended, sizes.hidden, sizes.inner, sizes.hidden)
     buffers = [torch.zeros(rows * size * 4, dtype=torch.uint8, device=device) for size in features]
     parts = rows * blocks * 2 * sizes.group * (HEAD_DIM // 2 + 1) * 16
@@ -290,7 +301,6 @@ def _prepare(
         layers=layers.data_ptr(),
         maps=encoded.data_ptr(),
         norm=stack.norm.data_ptr(),
-        head=stack.head.tensors[0].data_ptr(),
         cos_sin=stack.cos_sin.data_ptr(),
         cos_sin_pitch=stack.cos_sin.stride(0),
         epoch=epoch.data_ptr(),
@@ -318,8 +328,6 @@ def _layer(layer: StackLayer, cache: tuple[Tensor, Tensor]) -> _Layer:
     made = _Layer()
     for name in _LAYER[:-2]:
         value = getattr(layer, name)
-        if isinstance(value, LinearWeight):
-            value = value.tensors[0]
         setattr(made, name, None if value is None else value.data_ptr())
     made.k_cache, made.v_cache = (one.data_ptr() for one in cache)
     return made
@@ -338,10 +346,53 @@ def _function(device: torch.device) -> "ctypes._FuncPointer":
     return function
 
 
-@cache
-def _map_function(device: torch.device) -> "ctypes._FuncPointer":
-    function = library(describe(device).capability).quickturn_decode_stack_map
-    pointer, whole, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-    function.argtypes = [pointer, pointer, whole, whole, long, long, long]
-    function.restype = whole
-    return function
+class _Maps:
+    """Tensor maps in host memory, one after the other."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._library = library(describe(device).capability)
+        pointer, whole, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+        self._library.quickturn_decode_stack_matrix.argtypes = [pointer, pointer, long, long, whole]
+        self._library.quickturn_decode_stack_cache.argtypes = [
+            pointer,
+            pointer,
+            whole,
+            whole,
+            long,
+            long,
+            long,
+        ]
+        self._memory = ctypes.create_string_buffer(count * MAP_BYTES + 64)
+        self._start = -ctypes.addressof(self._memory) % 64
+        self._used = 0
+
+    def add_matrix(self, weight: Tensor, *, gated: bool) -> None:
+        """Raises RuntimeError if the driver refuses."""
+        made = self._library.quickturn_decode_stack_matrix(
+            self._next(), weight.data_ptr(), weight.shape[0], weight.shape[1], gated
+        )
+        if not made:
+            raise RuntimeError(f"the driver can't describe a weight of {tuple(weight.shape)}")
+
+    def add_cache(self, cache: Tensor) -> None:
+        """Keys or values. Raises RuntimeError if the driver refuses."""
+        blocks, block_tokens, kv_heads, _ = cache.shape
+        made = self._library.quickturn_decode_stack_cache(
+            self._next(),
+            cache.data_ptr(),
+            kv_heads,
+            block_tokens,
+            blocks,
+            cache.stride(1),
+            cache.stride(0),
+        )
+        if not made:
+            raise RuntimeError(f"the driver can't describe a cache of {tuple(cache.shape)}")
+
+    def encoded(self) -> bytes:
+        """All of them."""
+        return self._memory.raw[self._start : self._start + self._used * MAP_BYTES]
+
+    def _next(self) -> int:
+        self._used += 1
+        return ctypes.addressof(self._memory) + self._start + (self._used - 1) * MAP_BYTES
