@@ -16,14 +16,30 @@ from quickturn.server.openai_tools import read_tool_choice, read_tools
 from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
 
-_REFUSED = ("functions", "function_call", "modalities", "audio")
+_REFUSED = (
+    "functions",
+    "function_call",
+    "modalities",
+    "audio",
+    "web_search_options",
+    "continue_final_message",
+    "echo",
+    "documents",
+    "use_beam_search",
+    "best_of",
+    "prompt_logprobs",
+    "logits_processors",
+)
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "best_of": (1,),
 }
 _WHY = {
     "functions": "functions is not supported: use tools",
     "function_call": "function_call is not supported: use tool_choice",
+    "web_search_options": "this server searches nothing; give the model a tool that does",
+    "continue_final_message": "going on with the last message is not supported: end with the user's",
 }
 
 
@@ -44,6 +60,14 @@ class ChatBody(CommonFields, kw_only=True):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
+    web_search_options: Any = None
+    continue_final_message: Any = None
+    echo: Any = None
+    documents: Any = None
+    use_beam_search: Any = None
+    best_of: Any = None
+    prompt_logprobs: Any = None
+    logits_processors: Any = None
 
     def refused(self) -> dict[str, Any]:
         """Fields that ask for what this server doesn't do yet."""
@@ -74,6 +98,8 @@ def turn_of(body: ChatBody) -> Turn:
     template = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            template.setdefault("enable_thinking", False)
     newer = body.max_completion_tokens is not None
     return Turn(
         messages=body.messages,

@@ -90,6 +90,10 @@ def chat(served: Served, **fields: Any) -> httpx.Response:
             "tool_choice",
         ),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"functions": [{"name": "f"}]}, "functions"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
