@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from quickturn.version import __version__
+
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickturn import __version__
 from quickturn.server.anthropic_turn import CountBody, MessagesBody
 from quickturn.server.openai_chat import ChatBody
 from quickturn.server.openai_completions import CompletionBody
 from quickturn.server.responses_body import ResponsesBody
 from quickturn.server.tokens import DetokenizeBody, TokenizeBody
+from quickturn.version import __version__
 
 Schema = dict[str, Any]
 
