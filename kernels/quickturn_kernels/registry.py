@@ -3,10 +3,11 @@
 An op is a public function (`quickturn_kernels.rms_norm`); an implementation is a function with the same
 positional arguments that registered itself for a platform, some dtypes and some traits. The best one that
 fits is chosen once for each (device, dtype, traits) and kept in the op's table, so that a call costs one
-dictionary look-up.
+dictionary look-up. Any thread may call; what changes or makes choices takes one lock.
 """
 
 import os
+import threading
 import tomllib
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -106,14 +107,19 @@ class Op(Generic[F]):
         the function.
         """
         signature = Signature(device, dtype, dict(zip(self.trait_names, traits, strict=True)))
-        function: F = select(self.name, signature).function  # type: ignore[assignment]
-        self.table[(device, dtype, *traits)] = function
+        with _lock:
+            function: F = select(self.name, signature).function  # type: ignore[assignment]
+            self.table[(device, dtype, *traits)] = function
         return function
 
 
 _ops: dict[str, Op[Any]] = {}
 _overrides: dict[str, str] = {}
 _loaded: set[str] = set()
+_lock = threading.RLock()
+"""Held while tiers are imported, so that no thread chooses among half of them. Reentrant: what is imported
+registers.
+"""
 
 
 def define(name: str, *trait_names: str) -> Op[Any]:
@@ -132,8 +138,9 @@ def undefine(name: str) -> None:
 def unregister(op: str, name: str) -> None:
     """Forget one implementation. Raises KeyError when there is none of that name."""
     target = _find(op)
-    del target.implementations[name]
-    target.table.clear()
+    with _lock:
+        del target.implementations[name]
+        target.table.clear()
 
 
 def register(
@@ -153,8 +160,7 @@ def register(
     target = _find(op)
 
     def add(function: F) -> F:
-        target.implementations.pop(name, None)
-        target.implementations[name] = Implementation(
+        made = Implementation(
             op,
             name,
             function,
@@ -163,7 +169,10 @@ def register(
             dict(traits or {}),
             priority,
         )
-        target.table.clear()
+        with _lock:
+            target.implementations.pop(name, None)
+            target.implementations[name] = made
+            target.table.clear()
         return function
 
     return add
@@ -208,14 +217,16 @@ def use(**overrides: str) -> Iterator[None]:
 
     `use(**{"*": "reference"})` names one for every op that has it. Process-wide, not per thread.
     """
-    before = dict(_overrides)
-    override(overrides)
+    with _lock:
+        before = dict(_overrides)
+        override(overrides)
     try:
         yield
     finally:
-        _overrides.clear()
-        _overrides.update(before)
-        _forget_choices()
+        with _lock:
+            _overrides.clear()
+            _overrides.update(before)
+            _forget_choices()
 
 
 def override(names: Mapping[str, str]) -> None:
@@ -223,8 +234,9 @@ def override(names: Mapping[str, str]) -> None:
     for op in names:
         if op != "*":
             _find(op)
-    _overrides.update(names)
-    _forget_choices()
+    with _lock:
+        _overrides.update(names)
+        _forget_choices()
 
 
 def override_from_text(text: str) -> None:
@@ -261,20 +273,21 @@ def load(*, every_tier: bool = False) -> None:
     The tiers of GPUs are loaded only where they can run (a CUDA device; for Triton its interpreter too), or
     when asked, because they take long to import.
     """
-    if "base" not in _loaded:
-        _loaded.add("base")
-        _import_tier("reference")
-        _import_tier("torch")
-        _import_tier("cpu")
-        for plugin in entry_points(group=PLUGIN_GROUP):
-            plugin.load()()
-        if text := os.environ.get(OVERRIDE_VARIABLE):
-            override_from_text(text)
-    if every_tier or torch.cuda.is_available():
-        _ensure_loaded_for("triton")
-        _ensure_loaded_for("hopper")
-    elif platforms.interpreting():
-        _ensure_loaded_for("triton")
+    with _lock:
+        if "base" not in _loaded:
+            _loaded.add("base")
+            _import_tier("reference")
+            _import_tier("torch")
+            _import_tier("cpu")
+            for plugin in entry_points(group=PLUGIN_GROUP):
+                plugin.load()()
+            if text := os.environ.get(OVERRIDE_VARIABLE):
+                override_from_text(text)
+        if every_tier or torch.cuda.is_available():
+            _ensure_loaded_for("triton")
+            _ensure_loaded_for("hopper")
+        elif platforms.interpreting():
+            _ensure_loaded_for("triton")
 
 
 def _ensure_loaded_for(name: str) -> None:
@@ -283,8 +296,10 @@ def _ensure_loaded_for(name: str) -> None:
     if name in _loaded or not platforms.has_triton():
         return
     if name in GPU_TIERS:
-        _loaded.add(name)
-        _import_tier(name)
+        with _lock:
+            if name not in _loaded:
+                _loaded.add(name)
+                _import_tier(name)
 
 
 def _import_tier(tier: str) -> None:

@@ -152,6 +152,33 @@ def test_environment_overrides_in_a_new_process() -> None:
     assert done.stdout.strip() == "reference"
 
 
+def test_threads_that_call_first_all_wait_for_the_tiers() -> None:
+    """In a new process, which has loaded nothing: each thread takes the best implementation, none a part."""
+    code = """
+import threading, torch
+from quickturn_kernels import Signature, registry, select
+found, together, chosen = [], threading.Barrier(8), threading.Event()
+load_tier = registry._import_tier
+def import_tier(tier):
+    chosen.wait(0.1)  # room for another thread to choose too early
+    load_tier(tier)
+registry._import_tier = import_tier
+def run():
+    together.wait()
+    try:
+        found.append(select("rms_norm", Signature(torch.device("cpu"), torch.float32)).name)
+    except LookupError as error:
+        found.append(str(error))
+    chosen.set()
+threads = [threading.Thread(target=run) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(set(found)) == 1, found
+assert found[0] == select("rms_norm", Signature(torch.device("cpu"), torch.float32)).name, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_plugins_register_by_entry_point(op: Op[object], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-var]
     add("plain", priority=Priority.REFERENCE)
     entry = SimpleNamespace(load=lambda: lambda: add("plugged", priority=Priority.SPECIALIZED))
