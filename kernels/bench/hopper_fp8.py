@@ -140,7 +140,7 @@ def plans(rate: float) -> dict[str, object]:
             tried = []
             for by_warps, tile_rows, split in product((False, True), TILES, (1, 2)):
                 base = geometry(features, columns, tile_rows, split, by_warps)
-                if base is None or tile_rows > (240 if by_warps else 192) or (by_warps and rows > 32):
+                if base is None or tile_rows > (240 if by_warps else 192):
                     continue
                 if min(base.blocks, -(-features // tile_rows)) * split < 90:
                     continue

@@ -17,7 +17,7 @@ from quickturn_kernels.ops.decode_stack import (
 )
 from quickturn_kernels.ops.embedding import embedding
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
-from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_linear
+from quickturn_kernels.ops.linear import LinearWeight, linear, prepare_fp8_linear, prepare_linear
 from quickturn_kernels.ops.linear_attention import (
     causal_conv1d,
     gated_delta_decode,
@@ -101,6 +101,7 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_prefill",
     "prepare_experts",
+    "prepare_fp8_linear",
     "prepare_linear",
     "prepare_shared_expert",
     "register",

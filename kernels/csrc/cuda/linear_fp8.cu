@@ -346,7 +346,7 @@ struct RowScales {
   }
 };
 
-// Up to 32 rows of x: each warp multiplies 16 weight rows by itself. A stage is a team's, one warp for each
+// Each warp multiplies 16 weight rows by itself. A stage is a team's, one warp for each
 // 16 rows of the tile, and the teams take stages in turn.
 template <typename Type, int kColumns>
 __global__ void __launch_bounds__(kWarpThreads + 32, 1)
@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(kWarpThreads + 32, 1)
   }
 }
 
-// More rows: a warpgroup multiplies 64 weight rows, and the warpgroups take stages in turn. kProducts:
+// A warpgroup multiplies 64 weight rows, and the warpgroups take stages in turn. kProducts:
 // products of 64 rows that cover a tile.
 template <typename Type, int kColumns, int kProducts>
 __global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
@@ -564,7 +564,8 @@ Kernel pick(int padded, int tile_rows, bool by_warps) {
   if (by_warps)
     return padded == 8    ? few_rows_fp8_by_warps<Type, 8>
            : padded == 16 ? few_rows_fp8_by_warps<Type, 16>
-                          : few_rows_fp8_by_warps<Type, 32>;
+           : padded == 32 ? few_rows_fp8_by_warps<Type, 32>
+                          : few_rows_fp8_by_warps<Type, 64>;
   if (padded == 8) return pick_products<Type, 8>(tile_rows);
   if (padded == 16) return pick_products<Type, 16>(tile_rows);
   return padded == 32 ? pick_products<Type, 32>(tile_rows) : pick_products<Type, 64>(tile_rows);
@@ -580,7 +581,7 @@ struct Fp8LinearPlan {
   int blocks;     // at most this many blocks if split is 1: then each takes several tiles
   int stages;     // of the ring, a multiple of the warpgroups or teams that take turns
   int early;      // 0: an ordinary launch, after everything ahead has finished
-  int by_warps;   // up to 32 rows of x, and tile_rows up to 240
+  int by_warps;   // each warp multiplies by itself; tile_rows up to 240 then
 };
 
 // x: [rows, columns] bfloat16 (`half`: float16), `x_pitch` elements apart. weight: [features (with `gated` 2
@@ -597,9 +598,9 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   const int split = plan->split;
   const bool by_warps = plan->by_warps != 0;
   const int most_rows = by_warps ? kWarpThreads / 32 * 16 : 3 * kProductRows;
-  if (rows < 1 || rows > (by_warps ? 32 : 64) || plan->tile_rows < 16 || plan->tile_rows > most_rows ||
-      plan->tile_rows % 16 || split < 1 || split > kMaxSplit || tile_features / split % 4 != 0 ||
-      plan->stages < 1 || plan->stages > kMaxStages || columns % 16 != 0)
+  if (rows < 1 || rows > 64 || plan->tile_rows < 16 || plan->tile_rows > most_rows || plan->tile_rows % 16 ||
+      split < 1 || split > kMaxSplit || tile_features / split % 4 != 0 || plan->stages < 1 ||
+      plan->stages > kMaxStages || columns % 16 != 0)
     return cudaErrorInvalidValue;
   const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   const int tiles = (features + tile_features - 1) / tile_features;
