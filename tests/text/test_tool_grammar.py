@@ -29,8 +29,7 @@ CASES = [
     for case in (*WRITERS, "gpt_oss")
     for with_tokens in (True, False)
     if case not in ("pythonic", "deepseek_v32")
-    and (case, with_tokens)
-    not in (("mistral", False), ("mistral list", True), ("gpt_oss", False), ("glm45", True))
+    and (case, with_tokens) not in (("mistral", False), ("mistral list", True), ("gpt_oss", False))
 ]
 IN_TEXT = [case for case in CASES if case[0] not in ("llama3_json", "gpt_oss")]
 
@@ -178,7 +177,7 @@ def test_nothing_is_constrained_that_need_not_be() -> None:
     assert helpful_constraint(chosen("hermes", False), thinking=False) is None
 
 
-@pytest.mark.parametrize("case", ["pythonic", "deepseek_v32", "glm45"])
+@pytest.mark.parametrize("case", ["pythonic", "deepseek_v32"])
 def test_formats_without_a_grammar_say_so(case: str) -> None:
     with pytest.raises(NoGrammar, match="tool_choice 'auto'"):
         constraint_of(chosen(case, True), tools=TOOLS, must_call=True)

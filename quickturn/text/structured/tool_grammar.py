@@ -11,6 +11,7 @@ from quickturn.text.parsing.alphabet import Alphabet
 from quickturn.text.structured import formats
 from quickturn.text.structured.formats import Format
 from quickturn.text.structured.schema import BadSchema
+from quickturn.text.structured.tag_grammar import KEY, tagged_arguments
 from quickturn.text.tools import Tool
 
 ANY_OBJECT = {"type": "object"}
@@ -83,10 +84,6 @@ _MARKUP: dict[str, CallMarkup] = {
     ),
     "llama3_json": CallMarkup("", '{"name": "', '", "parameters": ', "}", "", many=True, separator="; "),
 }
-_TAGS_MAY_BE_TOKENS = {"glm45"}
-"""Formats whose tags around arguments are tokens of some vocabularies: the grammar would let them be spelled
-by other tokens, which the parser takes for text.
-"""
 _NUMBERED = {"kimi_k2"}
 """Formats that number the calls behind their names."""
 
@@ -108,7 +105,7 @@ class ToolGrammar:
         """For the tool call format `name`. Raises NoGrammar."""
         if name == "mistral" and "[ARGS]" not in alphabet.chars:
             name = "mistral list"
-        if name not in _MARKUP or (name in _TAGS_MAY_BE_TOKENS and "<arg_key>" in alphabet.chars):
+        if name not in _MARKUP:
             raise NoGrammar(
                 f"calls in this model's format ({name}) can't be forced yet; use tool_choice 'auto'"
             )
@@ -165,6 +162,9 @@ class ToolGrammar:
         elements += self._literal(m.between)
         if tool is None:
             elements.append(formats.json_object())
+        elif m.style == "glm_xml" and KEY in self.alphabet.chars:
+            # The compiler's own style would let the tags be spelled by other tokens, which are text.
+            elements += tagged_arguments(tool, self.alphabet)
         elif m.style == "json" or takes_arguments(tool):
             elements += [*self._literal(m.lead), arguments_of(tool, m.style)]
         elements += self._literal(m.after)
