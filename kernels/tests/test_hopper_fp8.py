@@ -224,6 +224,14 @@ def test_dependent_launches_see_the_results_ahead() -> None:
 
 
 @needs_hopper
+def test_no_rows() -> None:
+    weight = prepare_fp8_linear(*quantize_blocks(torch.randn(256, 128, device="cuda")))
+    x = torch.empty(0, 128, device="cuda", dtype=torch.bfloat16)
+    assert kernels.linear(x, weight).shape == (0, 256)
+    assert kernels.linear_silu_and_mul(x, weight).shape == (0, 128)
+
+
+@needs_hopper
 def test_columns_that_dont_fit_stay_portable() -> None:
     x, quantized, scale, _ = _operands(5, 40, 200, 1, torch.bfloat16)
     weight: LinearWeight = prepare_fp8_linear(quantized[:, :200], scale)

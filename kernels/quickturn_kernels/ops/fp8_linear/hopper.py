@@ -62,6 +62,8 @@ def linear_silu_and_mul(x: Tensor, weight: LinearWeight, bias: Tensor | None) ->
 def _many_rows(x: Tensor, weight: LinearWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Both operands in e4m3; torch hands the product to cuBLAS (block scales) or CUTLASS (row scales)."""
     rows = x.shape[0]
+    if rows == 0:
+        return torch.empty((0, weight.shape[0]), dtype=dtype, device=x.device)
     padded = -(-rows // ROW_UNIT) * ROW_UNIT
     matrix, scale = weight.tensors
     block = weight.layout == HOPPER_BLOCK
