@@ -1,9 +1,9 @@
 """Runs a coding agent against a local server whose model is a script, in a folder of its own.
 
-    python tests/agents/run_agent.py --calls '[["Bash", {"command": "echo hi > made.txt"}]]' -- AGENT ARGUMENTS...
+    python tests/agents/run_agent.py --calls '[["Bash", {"command": "echo hi > made.txt"}]]' -- AGENT...
 
-In the agent's arguments and in the values of `--env NAME=VALUE`, {url} is the server's address (without /v1) and
-{mark} the words that the task must contain. Prints what the agent said, and what is in its folder at the end.
+In the agent's arguments and in the values of `--env NAME=VALUE`, {url} is the server's address (without /v1)
+and {mark} what the task must contain. Prints what the agent said, and what is in its folder at the end.
 """
 
 import argparse

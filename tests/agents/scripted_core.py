@@ -1,7 +1,7 @@
-"""An engine core that plays a model in a coding agent's hands: calls tools in turn, then says that it is done.
+"""An engine core that plays a model in a coding agent's hands: calls tools in turn, then says it is done.
 
-AGENT_CALLS is a JSON list of [tool name, arguments]; every tool result in the prompt moves on by one. A prompt
-without AGENT_MARK (agents ask for titles and summaries on the side) is answered with one word.
+AGENT_CALLS is a JSON list of [tool name, arguments]; every tool result in the prompt moves on by one. A
+prompt without AGENT_MARK (agents ask for titles and summaries on the side) is answered with one word.
 """
 
 import json
