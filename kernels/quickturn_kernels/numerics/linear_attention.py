@@ -58,15 +58,15 @@ class Heads:
 
 
 PROMPTS = (
-    Rows("one row", (150,)),
+    Rows("one row", (90,)),
     Rows("ragged", (1, 64, 0, 65, 130, 3), fresh=(0, 4), padding=(2,)),
     Rows("going on off the grid", (70, 64, 9), before=(50, 64, 127), fresh=(2,), in_place=False),
     Rows(
         "states kept",
-        (200, 2, 129),
+        (110, 2, 65),
         before=(30, 1, 64),
         fresh=(0,),
-        kept=((0, 34), (0, 98), (0, 100), (1, 1), (2, 64), (2, 128)),
+        kept=((0, 34), (0, 98), (0, 100), (1, 1), (2, 64)),
         in_place=False,
     ),
     Rows("padding only", (5, 70), padding=(0, 1)),
@@ -81,7 +81,7 @@ HEADS = (
     Heads(1, 2, 16, 16),
     Heads(2, 2, 24, 40),
     Heads(1, 2, 24, 16, channelwise=True),
-    Heads(2, 4, 128, 128, BF16),
+    Heads(1, 2, 128, 128, BF16),
 )
 MORE_HEADS = (
     Heads(1, 3, 128, 128, BF16, BF16),
