@@ -58,7 +58,7 @@ def chat(
     chosen = {name: value for name, value in given.items() if value is not None}
     messages = [{"role": "system", "content": system}] if system else []
     from quickturn.cli.progress import StartDisplay
-    from quickturn.engine.client import EngineDied
+    from quickturn.engine.stream import EngineDied
     from quickturn.server.startup import start_engine
 
     with asyncio.Runner() as runner:

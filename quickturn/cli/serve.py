@@ -69,8 +69,8 @@ def serve(
         served_model_name=served_model_name,
     )
     from quickturn.cli.progress import StartDisplay
-    from quickturn.engine.client import EngineDied
     from quickturn.engine.messages import EngineReady
+    from quickturn.engine.stream import EngineDied
     from quickturn.server import serving
 
     if log_level not in ("debug", "info", "warning", "error"):

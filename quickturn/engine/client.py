@@ -12,8 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -42,6 +41,7 @@ from quickturn.engine.messages import (
     encode,
 )
 from quickturn.engine.process import DEFAULT_CORE, Launch
+from quickturn.engine.stream import EngineDied, RequestStream
 from quickturn.openmp import with_short_spins
 from quickturn.sampling_params import Constraint, SamplingParams
 
@@ -50,68 +50,6 @@ _SHUTDOWN_S = 5.0
 _HEARTBEAT_S = 5.0
 
 log = logging.getLogger("quickturn.client")
-
-
-class EngineDied(RuntimeError):
-    """The engine process is gone, or never came up; the text is the engine's own message where it left
-    one."""
-
-
-class RequestStream(AsyncIterator[TokenOutput]):
-    """The outputs of one request, in order; ends after the one with a `finish`.
-
-    What comes while nobody reads is joined to one output, so that a slow reader costs the memory of its
-    tokens and gets fewer, longer outputs. Raises EngineDied when the engine process dies meanwhile.
-    """
-
-    def __init__(self, client: "EngineClient", request_id: int) -> None:
-        self.id = request_id
-        self._client = client
-        self._outputs: deque[TokenOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._failure: str | None = None
-        self.ended = False
-        """Nothing more comes: the request finished, failed, or was cancelled from this side."""
-
-    async def __anext__(self) -> TokenOutput:
-        """The next output, waiting for it if need be."""
-        while not self._outputs:
-            if self._failure is not None:
-                raise EngineDied(self._failure)
-            if self.ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._outputs.popleft()
-
-    def cancel(self, finished: bool = False) -> None:
-        """Tell the engine to stop this request; without effect once it has ended. `finished`: it was a good
-        answer."""
-        if not self.ended:
-            self._end()
-            self._client._cancel(self.id, finished)
-
-    def _put(self, output: TokenOutput) -> None:
-        if self._outputs and output.finish in ("", "stop", "length"):
-            self._outputs.append(_joined(self._outputs.pop(), output))
-        else:
-            self._outputs.append(output)
-        if output.finish:
-            self._end()
-        else:
-            self._wake()
-
-    def _fail(self, message: str) -> None:
-        self._failure = message
-        self._end()
-
-    def _end(self) -> None:
-        self.ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -196,7 +134,7 @@ class EngineClient:
         if self.failure is not None:
             raise EngineDied(self.failure)
         self._next_id += 1
-        stream = RequestStream(self, self._next_id)
+        stream = RequestStream(self._cancel, self._next_id)
         self._send(
             AddRequest(
                 id=stream.id,
@@ -342,7 +280,7 @@ class EngineClient:
         self.journal.delivered(output)
         if output.finish:
             del self._streams[output.id]
-        stream._put(output)
+        stream.put(output)
 
     def _take_stats(self, stats: EngineStats) -> None:
         self.last_stats = stats
@@ -359,7 +297,7 @@ class EngineClient:
         if self.ready is not None and self._closing is None:
             log.error("%s; %d open requests end with an error", message, len(self._streams))
         for stream in self._streams.values():
-            stream._fail(message)
+            stream.fail(message)
             self.journal.over(stream.id, "error")
         self._streams.clear()
         for answer in self._checks.values():
@@ -382,18 +320,6 @@ class EngineClient:
             # A process that leaves by itself says why first; its message may still be in the socket.
             await asyncio.sleep(_LAST_WORDS_S)
         self._fail(f"the engine process ended unexpectedly ({_how(process.returncode)})")
-
-
-def _joined(earlier: TokenOutput, later: TokenOutput) -> TokenOutput:
-    """Two outputs of one request as one; takes the lists of `earlier` over."""
-    earlier.tokens.extend(later.tokens)
-    logprobs = earlier.logprobs
-    if logprobs is None:
-        logprobs = later.logprobs
-    else:
-        logprobs.extend(later.logprobs or ())
-    cached = max(earlier.cached_tokens, later.cached_tokens)
-    return TokenOutput(later.id, earlier.tokens, later.finish, cached, logprobs, later.error)
 
 
 def _spawn(launch: Launch) -> "subprocess.Popen[bytes]":

@@ -6,7 +6,7 @@ import logging
 
 from starlette.requests import Request
 
-from quickturn.engine.client import EngineDied
+from quickturn.engine.stream import EngineDied
 from quickturn.sampling_params import Constraint
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.state import ServerState

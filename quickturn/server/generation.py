@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from quickturn.engine.client import EngineDied, RequestStream
 from quickturn.engine.messages import TokenLogprobs, TokenOutput
+from quickturn.engine.stream import EngineDied, RequestStream
 from quickturn.sampling_params import SamplingParams
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.state import ServerState

@@ -16,8 +16,9 @@ from servers import HERE, Served
 
 from quickturn.config import EngineConfig
 from quickturn.engine import client as client_module
-from quickturn.engine.client import EngineClient, EngineDied, RequestStream
+from quickturn.engine.client import EngineClient
 from quickturn.engine.messages import TokenLogprobs, TokenOutput
+from quickturn.engine.stream import EngineDied, RequestStream
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.tokenizer import pack_tokens
 
@@ -73,10 +74,10 @@ async def test_a_reader_that_stays_away_gets_one_output(places: Path) -> None:
 
 
 async def test_joined_outputs_keep_what_the_first_said_and_how_the_last_ended() -> None:
-    stream = RequestStream(client(), 1)
-    stream._put(TokenOutput(1, [1], cached_tokens=5, logprobs=[TokenLogprobs(-1.0, [])]))
-    stream._put(TokenOutput(1, [2, 3], logprobs=[TokenLogprobs(-2.0, []), TokenLogprobs(-3.0, [])]))
-    stream._put(TokenOutput(1, [], "error", error="why"))
+    stream = RequestStream(lambda id, finished: None, 1)
+    stream.put(TokenOutput(1, [1], cached_tokens=5, logprobs=[TokenLogprobs(-1.0, [])]))
+    stream.put(TokenOutput(1, [2, 3], logprobs=[TokenLogprobs(-2.0, []), TokenLogprobs(-3.0, [])]))
+    stream.put(TokenOutput(1, [], "error", error="why"))
     first, last = await read_all(stream)
     assert (first.tokens, first.finish, first.cached_tokens) == ([1, 2, 3], "", 5)
     assert [entry.logprob for entry in first.logprobs or ()] == [-1.0, -2.0, -3.0]

@@ -13,8 +13,9 @@ import pytest
 from servers import Served
 
 from quickturn.config import EngineConfig
-from quickturn.engine.client import EngineClient, EngineDied
+from quickturn.engine.client import EngineClient
 from quickturn.engine.messages import LoadProgress
+from quickturn.engine.stream import EngineDied
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.tokenizer import pack_tokens
 
