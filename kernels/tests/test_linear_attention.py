@@ -244,3 +244,66 @@ def test_kept_state_is_that_of_a_shorter_prompt(name: str, seed: int) -> None:
         prompts.run([(0, 0, 150)], Boundaries(integers([0, 1]), integers([128]), integers([1])))
         prompts.run([(0, 0, 128)])
     assert torch.equal(prompts.states[0], prompts.states[1])
+
+
+def named(op: str) -> list[str]:
+    """Implementations of an op that run here on these cases."""
+    signature = Signature(
+        DEVICE,
+        DTYPE,
+        {"head_dim": HEAD_DIM, "channelwise": False, "width": 4 if op == "causal_conv1d" else 0},
+    )
+    machine = platform.describe(DEVICE)
+    found = registry.implementations(op)
+    return [one.name for one in found if one.fits(signature) and one.platform.runs_on(machine)]
+
+
+@pytest.fixture(scope="module")
+def distant() -> Tensor:
+    """Memory for blocks 2^30 elements apart, of which little is ever touched."""
+    return torch.empty((2 << 30) + (1 << 20), dtype=torch.bfloat16, device=DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [(op, name) for op in ("gated_delta_prefill", "gated_delta_decode") for name in named(op)],
+)
+def test_states_may_lie_far_apart(op: str, name: str, distant: Tensor, seed: int) -> None:
+    prompts = Prompts((70 if op == "gated_delta_prefill" else 1,), seed)
+    size = prompts.states.shape[1:]
+    state = torch.randn(size, generator=Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+    near = torch.zeros((3, *size), dtype=torch.bfloat16, device=DEVICE)
+    far = distant.as_strided((3, *size), (1 << 30, *near.stride()[1:]))
+    found = []
+    for states in (near, far):
+        states[2] = state
+        given = {**prompts.tensors, **prompts.gates, **one_row(2, 0), "states": states, "scale": 0.1}
+        given = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in given.items()}
+        with use(**{op: name}):
+            if op == "gated_delta_prefill":
+                starts = integers([0, 70])
+                out = gated_delta_prefill(**given, query_start=starts, max_query_len=70)
+            else:
+                out = gated_delta_decode(**given)
+        found.append((out, states[0].clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("name", named("causal_conv1d"))
+def test_convolution_states_may_lie_far_apart(name: str, distant: Tensor, seed: int) -> None:
+    generator = Generator().manual_seed(seed)
+    x, weight, state = (
+        torch.randn(size, generator=generator).bfloat16().to(DEVICE) for size in ((5, 16), (16, 4), (16, 3))
+    )
+    near = torch.zeros((3, 16, 3), dtype=torch.bfloat16, device=DEVICE)
+    far = distant.as_strided((3, 16, 3), (1 << 30, 3, 1))
+    found = []
+    for states in (near, far):
+        states[2] = state
+        places = {key: value.to(DEVICE) for key, value in one_row(2, 0).items()}
+        with use(causal_conv1d=name):
+            out = causal_conv1d(x, weight, states, **places, query_start=integers([0, 5]), max_query_len=5)
+        found.append((out, states[0].clone()))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
