@@ -95,6 +95,8 @@ PREFILL = (
     Shape("e4m3", (90, 33, 0, 150), (20, 33, 0, 70), fp8=True),
     Shape("e4m3, float32", (90, 33), (20, 33), dtype=FP32, fp8=True),
     Shape("e4m3, dim 128", (330, 40), (200, 40), head_dim=128, block_tokens=64, window=100, fp8=True),
+    Shape("e4m3, long chunks", (700, 90, 0, 300), (300, 90, 0, 260), heads=8, block_tokens=64, fp8=True),
+    Shape("e4m3, dim 256, sinks", (200, 130), (150, 130), heads=8, head_dim=256, sinks=True, fp8=True),
     Shape("e4m3, split", (1100,), (3,), head_dim=128, block_tokens=64, dtype=FP16, fp8=True),
 )
 

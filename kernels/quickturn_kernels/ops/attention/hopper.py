@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.attention import hopper_prefill, triton_decode
+from quickturn_kernels.ops.attention import hopper_prefill, hopper_prefill_fp8, triton_decode
 from quickturn_kernels.ops.attention.hopper_launch import DTYPES, HEAD_DIMS, launch, takes
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
 
-__all__ = ["hopper_prefill"]
+__all__ = ["hopper_prefill", "hopper_prefill_fp8"]
 
 if cuda_build.available((9, 0)):
 
