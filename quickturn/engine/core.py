@@ -111,6 +111,7 @@ class EngineCore:
         )
         self._waiting = Waiting(self._grammars)
         self._bitmask: torch.Tensor | None = None
+        self._constrained = 0
         self.last_step = LastStep()
 
     def ready(self) -> EngineReady:
@@ -163,6 +164,7 @@ class EngineCore:
             self._reject(request.id, str(error))
             return
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._constrained += row is not None
         self._live[request.id] = LiveRequest(request.id, tokens, len(tokens), sampling, seed, row=row)
 
     def cancel(self, request: CancelRequest) -> None:
@@ -273,7 +275,7 @@ class EngineCore:
         requests = self._slot_request[rows.slots[rows.samples != 0]].tolist()
         launched = time.perf_counter()
         masks = None
-        if any(self._row_of(id) is not None for id in requests):
+        if self._constrained and any(self._row_of(id) is not None for id in requests):
 
             def masks() -> torch.Tensor | None:
                 return self._masks(requests, outputs)
@@ -359,6 +361,7 @@ class EngineCore:
         self, id: int, tokens: list[int], reason: int, logprobs: list[TokenLogprobs] | None = None
     ) -> TokenOutput:
         live = self._live.pop(id)
+        self._constrained -= live.row is not None
         finish = "error" if live.error else FINISH_REASONS[reason]
         self._finished[finish] += 1
         cached = -1 if live.reported else max(live.cached_tokens, 0)
