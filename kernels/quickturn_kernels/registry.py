@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PLUGIN_GROUP = "quickturn_kernels.plugins"
 OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
-GPU_TIERS = ("triton", "hopper")
+GPU_TIERS = ("triton", "hopper", "libraries")
 FAMILIES = (
     "norm",
     "linear",
@@ -53,6 +53,7 @@ class Priority(IntEnum):
 
     REFERENCE = 0
     PORTABLE = 10
+    LIBRARY = 15
     PERFORMANCE = 20
     SPECIALIZED = 30
 
@@ -286,6 +287,7 @@ def load(*, every_tier: bool = False) -> None:
         if every_tier or torch.cuda.is_available():
             _ensure_loaded_for("triton")
             _ensure_loaded_for("hopper")
+            _ensure_loaded_for("libraries")
         elif platforms.interpreting():
             _ensure_loaded_for("triton")
 
