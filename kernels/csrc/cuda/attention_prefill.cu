@@ -1,8 +1,9 @@
 // Ragged causal attention over the paged cache for many query tokens, bfloat16 or float16, as
 // FlashAttention-3 (Shah et al. 2024) does it on Hopper: one warp requests queries, keys and values through
 // the copy engine, two warpgroups compute 64 rows each. While the softmax of a tile of keys runs, the tensor
-// cores have the outputs of the tile before, and the other warpgroup's products. attention_prefill.cuh has
-// the cutting of the work: one block a multiprocessor, equal pieces, parts that meet in a tree.
+// cores have the outputs of the tile before, and the other warpgroup's products. (Barriers that make the two
+// take turns cost more than they gave.) attention_prefill.cuh has the cutting of the work: one block a
+// multiprocessor, equal pieces, parts that meet in a tree.
 #include <cuda_runtime.h>
 
 #include "attention_prefill.cuh"
@@ -290,7 +291,7 @@ __device__ __forceinline__ void clear_unseen(uint32_t values, const Segment& seg
                    : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
 // The results of a tile's rows, each by the one thread of four that holds 8 neighbours after an exchange.
@@ -353,13 +354,9 @@ __device__ __forceinline__ void compute(const PrefillArguments& args, uint32_t s
   Place<F::kSlots> place(0);
   uint32_t query_parity = 0;
 
-  // The warpgroups take turns at the tensor cores.
-  const auto wait_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); };
-  const auto pass_turn = [&] { asm volatile("bar.arrive %0, 256;" ::"r"((group ^ 1) + 1) : "memory"); };
   const auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  if (group == kGroups - 1) pass_turn();
 
   while (true) {
     barrier_wait(barriers.query_full, query_parity);
@@ -404,10 +401,8 @@ __device__ __forceinline__ void compute(const PrefillArguments& args, uint32_t s
       barrier_wait(barriers.full + place.slot * 8, place.parity);
       place.next();
       clean(ring + values_slot * F::kSlotBytes, tile - 1);
-      wait_turn();
       multiply_keys<F>(scores, queries, ring + keys_slot * F::kSlotBytes);
       multiply_values<F>(state.out, weights, ring + values_slot * F::kSlotBytes);
-      pass_turn();
       products_wait<1>();
       pin(scores);
       release(barriers.empty + keys_slot * 8);

@@ -241,7 +241,7 @@ __device__ __forceinline__ bool gather(const PrefillArguments& args, const Segme
                                        Running<kDim>& state, volatile int* word) {
   const int thread = threadIdx.x % 128;
   constexpr long long kSlot = (kDim / 8 + 1) * 128;
-  const auto sync = [&] { asm volatile("bar.sync %0, 128;" ::"r"(group + 3) : "memory"); };
+  const auto sync = [&] { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); };
   for (int step = 1; step < segment.parts; step *= 2) {
     const int right = (segment.part & ~(2 * step - 1)) | step;
     if (right >= segment.parts) continue;
