@@ -133,7 +133,8 @@ def test_products_overlap_and_nothing_spills(tmp_path: Path) -> None:
 def test_rounds_are_for_much_work_on_long_contexts() -> None:
     """Where there is little work, or what it reads stays in L2, all blocks share all of it."""
     assert rounds_for(8192, 1, 8, 128, 4, 8192) == 1
-    assert rounds_for(300, 1, 8, 128, 4, 131072) == 1
+    assert rounds_for(64, 1, 8, 128, 4, 32768) == 1
+    assert rounds_for(300, 1, 8, 128, 4, 32768) == 2
     assert 1 < rounds_for(32768, 1, 8, 128, 4, 32768) <= MAX_ROUNDS
     assert rounds_for(1 << 20, 8, 8, 128, 4, 1 << 20) == MAX_ROUNDS
     assert rounds_for(5, 0, 8, 128, 4, 0) == 1

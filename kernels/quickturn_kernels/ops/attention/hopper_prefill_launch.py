@@ -25,10 +25,10 @@ BOX = 64
 MIN_BOX = 8
 LEAST_PIECE = 4
 """Units (tiles of keys): what a shorter piece saves, the meeting of the parts costs."""
-SECTION_BYTES = 40 << 20
+SECTION_BYTES = 32 << 20
 """Keys and values that blocks work through at the same time: what stays in L2."""
 MAX_ROUNDS = 4
-LEAST_ROUND = 1000
+LEAST_ROUND = 70
 """Units of a block in a round: the ends of rounds cost, too."""
 
 _POINTERS = ("out", "tables", "starts", "lens", "sinks", "parts", "arrived")
