@@ -16,7 +16,8 @@ HEAD_DIMS = frozenset({64, 128, 256})
 UNITS = 132
 """Multiprocessors of a Hopper."""
 TILE_ROWS = 128
-TILE_KEYS = 128
+TILE_KEYS = {64: 128, 128: 128, 256: 64}
+"""By head dim."""
 GROUPS = 2
 """Warpgroups, each with its half of a tile."""
 MAX_ROWS = 383
@@ -28,7 +29,7 @@ LEAST_PIECE = 4
 SECTION_BYTES = 32 << 20
 """Keys and values that blocks work through at the same time: what stays in L2."""
 MAX_ROUNDS = 4
-LEAST_ROUND = 70
+LEAST_ROUND = 60
 """Units of a block in a round: the ends of rounds cost, too."""
 
 _POINTERS = ("out", "tables", "starts", "lens", "sinks", "parts", "arrived")
@@ -85,7 +86,7 @@ def rounds_for(tokens: int, rows: int, kv_heads: int, head_dim: int, group: int,
     rows = max(rows, 1)
     stored = rows * max_context_len * kv_heads * head_dim * 4
     seen = max_context_len - min(tokens // rows, max_context_len) // 2
-    units = tokens * group // TILE_ROWS * kv_heads * (seen // TILE_KEYS)
+    units = tokens * group // TILE_ROWS * kv_heads * (seen // TILE_KEYS[head_dim])
     return max(1, min(MAX_ROUNDS, stored // SECTION_BYTES, units // (LEAST_ROUND * UNITS)))
 
 
