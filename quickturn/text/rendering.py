@@ -87,20 +87,20 @@ class WrittenAnswers:
 
     def put_back(self, text: str, messages: Sequence[Message], scope: str) -> list[Part]:
         """A rendered conversation in parts, known answers as tokens."""
-        answers = [self.store.find(scope, message) for message in messages if message["role"] == "assistant"]
-        header = self._header
-        if not header or not any(answers):
+        runs = _runs_of_answers(messages)
+        answers = [self.store.find(scope, run) for run in runs]
+        if not any(answers) or not self._header:
             return [text]
-        before, *regions = text.split(header)
-        if len(regions) not in (len(answers), len(answers) + 1):
+        before, *regions = text.split(self._header)
+        if len(regions) - sum(map(len, runs)) not in (0, 1):
             # The template joins answers, or writes them another way: which is which can't be told.
             return [text]
         parts: list[Part] = [before]
-        for index, region in enumerate(regions):
-            answer = answers[index] if index < len(answers) else None
-            own = None if answer is None else spliced(region, answer, self._markup)
-            parts += [header, *([region] if own is None else own)]
-        return _joined(parts)
+        for run, answer in zip(runs, answers, strict=True):
+            own, regions = regions[: len(run)], regions[len(run) :]
+            found = None if answer is None else spliced(own, answer, self._markup)
+            parts += [self._header, *(found or [self._header.join(own)])]
+        return _joined(parts + [part for region in regions for part in (self._header, region)])
 
     @cached_property
     def _header(self) -> str:
@@ -114,6 +114,19 @@ class WrittenAnswers:
         header = asked.removeprefix(without) if asked.startswith(without) else ""
         reasoning = self._markup.format.reasoning
         return header if reasoning is None else header.split(reasoning.open)[0]
+
+
+def _runs_of_answers(messages: Sequence[Message]) -> list[list[Message]]:
+    """Assistant messages, those with nothing between them together."""
+    runs: list[list[Message]] = []
+    before = ""
+    for message in messages:
+        if message["role"] == "assistant":
+            if before != "assistant":
+                runs.append([])
+            runs[-1].append(message)
+        before = message["role"]
+    return runs
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:

@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,18 +66,19 @@ class AnswerStore:
         while self._size > self._limit:
             self._size -= self._answers.popitem(last=False)[1].size
 
-    def find(self, scope: str, message: Mapping[str, Any]) -> Written | None:
-        """The answer that an assistant message of the chat form repeats, if it says the same."""
-        calls = message.get("tool_calls") or []
-        content = str(message.get("content") or "").strip()
-        answer = self._answers.get(_key(scope, [str(call.get("id")) for call in calls], content))
-        if answer is None or answer.content.strip() != content or len(calls) != len(answer.calls):
+    def find(self, scope: str, messages: Sequence[Mapping[str, Any]]) -> Written | None:
+        """The answer that neighbouring assistant messages of the chat form repeat, if they say the same."""
+        calls = [call for message in messages for call in message.get("tool_calls") or ()]
+        content = "".join(str(message.get("content") or "") for message in messages)
+        key = _key(scope, [str(call.get("id")) for call in calls], content)
+        answer = self._answers.get(key)
+        if answer is None or _compact(answer.content) != _compact(content) or len(calls) != len(answer.calls):
             return None
         for call, (name, arguments) in zip(calls, answer.calls, strict=True):
             function = call["function"]
             if function["name"] != name or _value(function.get("arguments")) != _value(arguments):
                 return None
-        self._answers.move_to_end(_key(scope, [str(call.get("id")) for call in calls], content))
+        self._answers.move_to_end(key)
         return answer
 
 
@@ -130,49 +131,81 @@ def written(
     return Written(content, tuple(calls), tuple(pieces))
 
 
-def spliced(region: str, answer: Written, markup: AnswerMarkup) -> list[Part] | None:
-    """The text behind an answer's header, with the answer's own tokens for its text; None where they don't
-    say the same.
+def spliced(regions: Sequence[str], answer: Written, markup: AnswerMarkup) -> list[Part] | None:
+    """The texts behind the headers of one answer, with the answer's own tokens in their place; None where
+    they don't say the same.
+
+    There are several where a client has cut an answer of thinking, calls and thinking again into messages.
     """
     parts: list[Part] = []
-    rest = region
-    reasoning, tools = markup.format.reasoning, markup.format.tools
+    place, rest, reached = 0, regions[0], 0
     for piece in answer.pieces:
-        bare = rest.lstrip(_SPACE)
-        if piece.kind == "thinking":
-            assert reasoning is not None
-            found = _section(bare, reasoning.open, reasoning.close)
-            inner = piece.text.removeprefix(reasoning.open).removesuffix(reasoning.close).strip()
-            if found is None:
-                continue
-            if _plain(found[len(reasoning.open) : -len(reasoning.close)]).strip() != inner:
-                return None
-            if not piece.text.startswith(reasoning.open):
-                # The prompt had opened the thinking: that part stays as the template writes it.
-                opened = len(rest) - len(bare) + len(reasoning.open)
-                opened += len(rest[opened:]) - len(rest[opened:].lstrip(_SPACE))
-                parts.append(rest[:opened])
-            rest = bare[len(found) :]
-        elif piece.kind == "calls":
-            assert tools is not None
-            found = next(
-                filter(None, (_section(bare, opener, tools.closer) for opener in tools.openers)), None
-            )
-            if found is None:
-                return None
-            rest = bare[len(found) :]
-        else:
-            text = piece.text.strip(_SPACE)
-            length = _matched(bare, text)
-            if length is None:
-                return None
-            if not text and not parts:
-                continue
-            rest = bare[length:]
-        parts.append(piece.tokens)
+        rank = _ORDER.index(piece.kind)
+        if rank < reached and place + 1 < len(regions) and not piece.text.isspace():
+            place, reached = place + 1, 0
+            rest = regions[place]
+        reached = max(rank, reached)
+        found = _THE_SAME[piece.kind](piece, rest, markup)
+        if found is None:
+            return None
+        before, length = found
+        if length == 0 and (piece.kind == "thinking" or not parts):
+            continue
+        parts += ([rest[:before]] if before else []) + [piece.tokens]
+        rest = rest[length:]
         if piece.text[-1:].isspace():
             rest = rest.lstrip(_SPACE)
-    return [*parts, rest]
+    return [*parts, rest] if place == len(regions) - 1 else None
+
+
+_ORDER = ("thinking", "text", "calls")
+
+Found = tuple[int, int]
+"""How much of a text stays in front of a piece's tokens, and how much of it they replace (with that)."""
+
+
+def _same_thinking(piece: Piece, rest: str, markup: AnswerMarkup) -> Found | None:
+    """Nothing is replaced where the template has dropped the thinking."""
+    reasoning = markup.format.reasoning
+    assert reasoning is not None
+    space = len(rest) - len(rest.lstrip(_SPACE))
+    found = _section(rest[space:], reasoning.open, reasoning.close)
+    if found is None:
+        return 0, 0
+    inner = piece.text.strip(_SPACE).removeprefix(reasoning.open).removesuffix(reasoning.close).strip()
+    if _plain(found[len(reasoning.open) : -len(reasoning.close)]).strip() != inner:
+        return None
+    before = 0
+    if not piece.text.startswith(reasoning.open):
+        # The prompt had opened the thinking: that part stays as the template writes it.
+        opened = space + len(reasoning.open)
+        before = opened + len(rest[opened:]) - len(rest[opened:].lstrip(_SPACE))
+    return before, space + len(found)
+
+
+def _same_text(piece: Piece, rest: str, markup: AnswerMarkup) -> Found | None:
+    bare = rest.lstrip(_SPACE)
+    length = _matched(bare, piece.text.strip(_SPACE))
+    return None if length is None else (0, len(rest) - len(bare) + length if length else 0)
+
+
+def _same_calls(piece: Piece, rest: str, markup: AnswerMarkup) -> Found | None:
+    """What calls say was compared already; here it matters where they stand."""
+    tools = markup.format.tools
+    assert tools is not None
+    bare = rest.lstrip(_SPACE)
+    for opener in tools.openers:
+        found = _section(bare, opener, tools.closer)
+        if found is not None:
+            return 0, len(rest) - len(bare) + len(found)
+    return None
+
+
+_THE_SAME: dict[str, Callable[[Piece, str, AnswerMarkup], Found | None]] = {
+    "thinking": _same_thinking,
+    "text": _same_text,
+    "calls": _same_calls,
+}
 
 
 def _section(text: str, opener: str, closer: str) -> str | None:
@@ -201,6 +234,10 @@ def _plain(text: str) -> str:
 
 def _key(scope: str, ids: Sequence[str], content: str) -> tuple[str, ...]:
     return (scope, *ids) if ids else (scope, "", content.strip())
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split())
 
 
 def _value(arguments: Any) -> Any:

@@ -172,6 +172,28 @@ def test_thinking_that_the_prompt_opened_comes_back(client: openai.OpenAI) -> No
     assert turn("assistant", spelled("<think>\nI  look\n\n</think>\n\n" + SPACED)) in prompt
 
 
+def test_an_answer_that_the_client_cut_into_messages(client: openai.OpenAI) -> None:
+    """Thinking, call, thinking, call: in that order, and as it was written."""
+    answer = "<think>r1</think>\n\n" + SPACED + "<think>\nr2</think>Now:\n" + SPACED
+    first = client.chat.completions.create(
+        model="fake", tools=[SHELL], messages=[said("user", "go")], extra_body=script(text=answer)
+    )
+    a, b = first.choices[0].message.model_dump()["tool_calls"]
+    messages = [
+        said("user", "go"),
+        said("assistant", "", reasoning_content="r1", tool_calls=[a]),
+        said("assistant", "Now:", reasoning_content="r2", tool_calls=[b]),
+        said("tool", "done", tool_call_id=a["id"]),
+        said("tool", "done", tool_call_id=b["id"]),
+    ]
+    assert turn("assistant", spelled(answer)) in prompt_of(client, messages, tools=[SHELL])
+    messages[2]["content"] = "Then:"
+    changed = prompt_of(client, messages, tools=[SHELL])
+    places = [changed.index(text) for text in ("r1", "<<tool_call>>", "r2", "Then:")]
+    assert places == sorted(places)
+    assert changed.count("<<|im_start|>>assistant") == 3
+
+
 def test_two_tenants_do_not_share_answers(own_server: Callable[..., Served]) -> None:
     server = own_server(api_keys=["one", "two"])
     one, two = (openai.OpenAI(base_url=server.url, api_key=key, max_retries=0) for key in ("one", "two"))

@@ -100,7 +100,7 @@ def test_the_store_is_bounded(smollm: Tokenizer) -> None:
         answer = written(smollm, markup_of(smollm), [number] * 10, False, f"text {number}", [])
         assert answer is not None
         store.keep("", [], answer)
-    kept = [number for number in range(100) if store.find("", {"content": f"text {number}"})]
+    kept = [number for number in range(100) if store.find("", [{"content": f"text {number}"}])]
     assert kept
     assert kept == list(range(100 - len(kept), 100))
     assert sum(found.size for found in _answers(store)) <= 2000
