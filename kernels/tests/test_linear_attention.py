@@ -212,6 +212,19 @@ def test_cut_at_the_grid_changes_no_bit(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", implementations())
+def test_grid_is_of_positions(name: str, seed: int) -> None:
+    prompts = Prompts((150,), seed)
+    with use(gated_delta_prefill=name):
+        prompts.run([(0, 0, 30)])
+        begun = prompts.states[0].clone()
+        whole, state = prompts.run([(0, 30, 150)]), prompts.states[0].clone()
+        prompts.states[0] = begun
+        parts = [prompts.run([(0, begin, end)]) for begin, end in ((30, 64), (64, 150))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(prompts.states[0], state)
+
+
+@pytest.mark.parametrize("name", implementations())
 def test_cut_elsewhere_changes_little(name: str, seed: int) -> None:
     prompts = Prompts((200,), seed)
     tolerance = 2e-2 if DEVICE.type == "cuda" else 2e-5
