@@ -181,8 +181,11 @@ def test_decoding_copies_no_state(
     for prompt in random_prompts(rng, [9, 10, 11, 12]):
         driver.add(prompt, max_tokens=20)
     watch = StateWatch(driver)
-    while driver.core.last_step.decode_rows < 4:
+    for _ in range(10):
         driver.step()
+        if driver.core.last_step.decode_rows == 4:
+            break
+    assert driver.core.last_step.decode_rows == 4
     touched = _Touched(driver.core._runner.arena._bytes)
     # What kernels do inside is theirs: some tiers are made of PyTorch.
     monkeypatch.setattr(
