@@ -6,7 +6,15 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from quickturn.config import DtypeName, EngineConfig, KvCacheDtype, LoadFormat, Quantization, parse_size
+from quickturn.config import (
+    DtypeName,
+    EngineConfig,
+    KvCacheDtype,
+    LoadFormat,
+    Quantization,
+    StateDtype,
+    parse_size,
+)
 from quickturn.files.resolve import EMBEDDED
 
 
@@ -52,6 +60,13 @@ KvCache = Annotated[
     str,
     typer.Option(
         help="Keys and values in the cache: auto (the model's dtype) or fp8.", callback=_one_of(KvCacheDtype)
+    ),
+]
+State = Annotated[
+    str,
+    typer.Option(
+        help="Of recurrent states in the cache: float32, bfloat16 (half the bytes).",
+        callback=_one_of(StateDtype),
     ),
 ]
 Memory = Annotated[
