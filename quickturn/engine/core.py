@@ -42,6 +42,10 @@ from quickturn.sampling_params import SamplingParams
 _COMPILING_S = 0.002
 """How long a loop with nothing else to do sleeps while grammars are compiled."""
 
+_SLOW_MASK_S = 0.2
+_SLOW_MASKS = 3
+"""How many masks of one request may take longer than that."""
+
 FINISH_REASONS = {
     control.STOP: "stop",
     control.LENGTH: "length",
@@ -66,6 +70,7 @@ class LiveRequest:
     reported: bool = False
     error: str = ""
     row: ConstrainedRow | None = None
+    slow_masks: int = 0
 
 
 @dataclass(frozen=True)
@@ -312,8 +317,20 @@ class EngineCore:
         restricts = False
         for index, id in enumerate(requests):
             row = self._row_of(id)
-            restricts |= row is not None and row.fill(mask, index)
+            if row is None:
+                continue
+            began = time.perf_counter()
+            restricts |= row.fill(mask, index)
+            if time.perf_counter() - began > _SLOW_MASK_S:
+                self._count_slow(self._live[id])
         return mask if restricts else None
+
+    def _count_slow(self, live: LiveRequest) -> None:
+        """A grammar with too many ways to read a text would make every request wait for it."""
+        live.slow_masks += 1
+        if live.slow_masks == _SLOW_MASKS:
+            live.error = "the grammar can read its text in too many ways to keep up: make it less ambiguous"
+            self._scheduler.cancel(live.id)
 
     def _settle(self, flight: InFlight, outputs: list[TokenOutput]) -> None:
         result = flight.pending.wait()

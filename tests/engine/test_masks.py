@@ -1,6 +1,7 @@
 """Masks that depend on every token before hold at each step, whatever runs ahead; nobody else notices."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -74,6 +75,26 @@ def test_masks_hold_and_neighbours_do_not_notice(
         assert driver.answers[ids[place]].tokens == free.answers[place + 1].tokens
     assert driver.answers[ids[2]].tokens[:10] == free.answers[3].tokens[:10]
     assert driver.core._constrained == 0
+
+
+def test_a_grammar_that_keeps_all_waiting_ends(checkpoint: Checkpoint, rng: np.random.Generator) -> None:
+    driver = checkpoint.driver()
+    one, other = (driver.add(prompt, max_tokens=12) for prompt in random_prompts(rng, [5, 6]))
+    row = obey(driver, one)
+    fill = row.fill
+
+    def slow(bitmask: torch.Tensor, place: int) -> bool:
+        end = time.perf_counter() + 0.25
+        while time.perf_counter() < end:
+            pass
+        return fill(bitmask, place)
+
+    row.fill = slow  # type: ignore[method-assign]
+    driver.drain()
+    assert driver.answers[one].finish == "error"
+    assert "less ambiguous" in driver.answers[one].error
+    assert len(driver.answers[one].tokens) <= 4
+    assert len(driver.answers[other].tokens) == 12
 
 
 def test_a_token_against_the_grammar_ends_its_request_alone(
