@@ -23,7 +23,6 @@ def main() -> None:
         api_keys=frozenset(options.get("api_keys", ())),
         shutdown_timeout=options.get("shutdown_timeout", 30.0),
         log_level="warning",
-        tool_parser=options.get("tool_parser", "auto"),
         **{name: tuple(value) if isinstance(value, list) else value for name, value in serve.items()},
     )
     fields = {"served_model_name": "fake", **options.get("engine", {})}

@@ -34,7 +34,7 @@ def tool(strict: bool = False) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
     server = start_server(
-        "embedded", core="quickturn.engine.core:EngineCore", engine=ENGINE, tool_parser="hermes"
+        "embedded", core="quickturn.engine.core:EngineCore", engine=ENGINE, serve={"tool_parser": "hermes"}
     )
     yield server
     stop_server(server)
