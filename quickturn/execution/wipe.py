@@ -25,7 +25,8 @@ class Wiper:
     def spoil(self, group: int, blocks: Iterable[int]) -> None:
         """These blocks of a group hold bad numbers, and no request that comes later shares them."""
         added = self._bytes(group, np.array(list(blocks), dtype=np.int64))
-        self._spans = np.concatenate((self._spans, added))
+        # A block of states is never wiped, because it is written before it is read: it may be named again.
+        self._spans = np.unique(np.concatenate((self._spans, added)), axis=0)
 
     def wipe(self, group: int, blocks: NDArray[np.int32]) -> None:
         """Zero those of `blocks`, which requests are about to own, that overlap spoilt bytes."""
