@@ -143,73 +143,6 @@ __device__ __forceinline__ void store_state(const GatedDeltaScanArguments& args,
   }
 }
 
-// The low half of an operand's descriptor moved by some bytes; what is swizzled stays within its rows.
-__device__ __forceinline__ uint64_t moved(uint64_t descriptor, uint32_t bytes) {
-  return descriptor + (bytes >> 4);
-}
-
-// What is written of a chunk while the next one is computed: values of tokens first .. first + count.
-struct Written {
-  uint32_t packed[16];
-  int first, count;
-};
-
-// Outputs as the accumulator has them, [values, tokens], to memory's [tokens, values]; each warp has 16
-// values of all tokens, 32 bytes a token.
-__device__ __forceinline__ void write_out(const Written& written, uint32_t own, bf16* to, int pitch) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const uint32_t* o = written.packed + part * 4;
-    // Matrices: (tokens, values) = (0, 0), (0, 8), (8, 0), (8, 8) of 16 by 16.
-    const int token = part * 16 + lane / 16 * 8 + lane % 8;
-    store_transposed(own + token * 32 + (lane / 8 % 2) * 16, o[0], o[1], o[2], o[3]);
-  }
-  __syncwarp();
-  to += static_cast<long long>(written.first + lane / 2) * pitch + lane % 2 * 8;
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    uint4 found;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
-                 : "r"(own + (part * 32 + lane) * 16));
-    if (part * 16 + lane / 2 < written.count)
-      *reinterpret_cast<uint4*>(to + static_cast<long long>(part * 16) * pitch) = found;
-  }
-}
-
-// V^T - (S^T K^T) diag(c) as left operands; tokens past `count` are zero. kWhole: there are none.
-template <bool kWhole>
-__device__ __forceinline__ void missing(uint32_t (&to)[16], const uint32_t (&values)[16],
-                                        const float (&known)[32], uint32_t by, int count) {
-#pragma unroll
-  for (int tile = 0; tile < 8; ++tile) {
-    const float2 factor = load_pair(by + tile * 32);
-    const uint32_t top = values[tile * 2], bottom = values[tile * 2 + 1];
-    float v[4] = {low(top) - factor.x * known[4 * tile], high(top) - factor.y * known[4 * tile + 1],
-                  low(bottom) - factor.x * known[4 * tile + 2],
-                  high(bottom) - factor.y * known[4 * tile + 3]};
-    if (!kWhole) {
-      const int token = tile * 8 + threadIdx.x % 4 * 2;
-      if (token >= count) v[0] = v[2] = 0.f;
-      if (token + 1 >= count) v[1] = v[3] = 0.f;
-    }
-    to[2 * tile] = narrow2(v[0], v[1]);
-    to[2 * tile + 1] = narrow2(v[2], v[3]);
-  }
-}
-
-// Two warpgroups take turns, so that one computes while the other's products run.
-template <int kGroups>
-__device__ __forceinline__ void wait_turn(int group) {
-  if (kGroups == 2) asm volatile("bar.sync %0, 256;" ::"r"(group + 4) : "memory");
-}
-template <int kGroups>
-__device__ __forceinline__ void pass_turn(int group) {
-  if (kGroups == 2) asm volatile("bar.arrive %0, 256;" ::"r"(5 - group) : "memory");
-}
-
 template <int kGroups>
 __device__ void consume(const GatedDeltaScanArguments& args, const Walk& walk, int row, int head, int group,
                         uint32_t shared, uint32_t full, uint32_t empty) {
@@ -235,47 +168,28 @@ __device__ void consume(const GatedDeltaScanArguments& args, const Walk& walk, i
     kept = static_cast<const int*>(args.kept_start)[row];
     kept_end = static_cast<const int*>(args.kept_start)[row + 1];
   }
-  const uint32_t own = shared + L::kOut + group * kTile + warp * (kChunk * 32);
-  const int out_pitch = args.heads * kDim;
-  bf16* const to = static_cast<bf16*>(args.out) + static_cast<long long>(head) * kDim + column + warp * 16;
+  const uint32_t own = shared + L::kOut + group * kTile;
 
-  if (group == 1) pass_turn<kGroups>(group);
-  uint32_t left[32];
-  narrowed(left, state, 0);
-  Written written{};
-  int stage = 0, turn = 0;
   for (int chunk = 0; chunk < walk.chunks; ++chunk) {
+    const int stage = chunk % kStages, turn = chunk / kStages;
     const uint32_t tiles = shared + stage * L::kStage;
     const uint32_t keys = tiles + kKeys, factors = tiles + L::kFactorsAt;
     const uint32_t by_token = factors + quad * 8;  // of the thread's columns, 32 bytes a tile
     const int first = walk.first(chunk), count = walk.last(chunk) - first;
-    barrier_wait(full + stage * 8, turn);
-    wait_turn<kGroups>(group);
+    uint32_t left[32];
+    narrowed(left, state, 0);
+    barrier_wait(full + stage * 8, turn & 1);
 
     float known[32], out[32];
-    const uint64_t keys_by_row = operand(keys), queries_by_row = operand(tiles + kQueries);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      product(known, left + step * 4, moved(keys_by_row, step / 4 * kTile + step % 4 * 32), step > 0);
+      product(known, left + step * 4, operand(keys + step / 4 * kTile + step % 4 * 32), step > 0);
     products_commit();
-    products_begin();
 #pragma unroll
     for (int step = 0; step < 8; ++step)
-      product(out, left + step * 4, moved(queries_by_row, step / 4 * kTile + step % 4 * 32), step > 0);
+      product(out, left + step * 4, operand(tiles + kQueries + step / 4 * kTile + step % 4 * 32), step > 0);
     products_commit();
-    if (group == 0 || chunk + 1 < walk.chunks) pass_turn<kGroups>(group);
-    // Values as the accumulator has them: columns are tokens.
-    uint32_t values[16];
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const int token = part * 16 + lane / 16 * 8 + lane % 8, eight = warp * 2 + lane / 8 % 2;
-      uint32_t found[4];
-      load_transposed(found, tiles + kValues + group * kTile + token * 128 + ((eight ^ (token & 7)) << 4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[part * 4 + i] = found[i];
-    }
-    write_out(written, own, to, out_pitch);
     if (count < kChunk) {
       // Tokens of other rows, or of none, lie there: whatever they are, they must not reach the state.
       for (int piece = thread; piece < (kChunk - count) * 16; piece += 128) {
@@ -285,74 +199,38 @@ __device__ void consume(const GatedDeltaScanArguments& args, const Walk& walk, i
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
     }
+    // Values as the accumulator has them: columns are tokens.
+    uint32_t values[16];
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const int token = part * 16 + lane / 16 * 8 + lane % 8;
+      const int chunk16 = (warp * 16 + lane / 8 % 2 * 8) / 8;
+      uint32_t found[4];
+      load_transposed(found, tiles + kValues + group * kTile + token * 128 + ((chunk16 ^ (token & 7)) << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[part * 4 + i] = found[i];
+    }
     products_wait<1>();
     pin(known);
     uint32_t right[16];
-    if (count == kChunk)
-      missing<true>(right, values, known, by_token + kChunk * 4, count);
-    else
-      missing<false>(right, values, known, by_token + kChunk * 4, count);
-    const uint64_t solved = operand(tiles + kSolved), scores = operand(tiles + kScores);
-    products_begin();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) product(known, right + step * 4, moved(solved, step * 32), step > 0);
-    products_commit();
-    const float decay = exp2_fast(load_one(factors + (kChunk - 1) * 4) * kLog2E);
-    // A state kept within the chunk needs the one before.
-    const int begun = first - walk.start;
-    const bool keeps = kept < kept_end && static_cast<const int*>(args.kept_tokens)[kept] < begun + count;
-    if (!keeps) {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) state[i] *= decay;
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 factor = load_pair(by_token + kChunk * 4 + tile * 32);
+      const bool one = tile * 8 + quad * 2 < count, two = tile * 8 + quad * 2 + 1 < count;
+      const uint32_t top = values[tile * 2], bottom = values[tile * 2 + 1];
+      right[2 * tile] = narrow2(one ? low(top) - factor.x * known[4 * tile] : 0.f,
+                                two ? high(top) - factor.y * known[4 * tile + 1] : 0.f);
+      right[2 * tile + 1] = narrow2(one ? low(bottom) - factor.x * known[4 * tile + 2] : 0.f,
+                                    two ? high(bottom) - factor.y * known[4 * tile + 3] : 0.f);
     }
-    products_wait<0>();
-    pin(known);
-    pin(out);
-    const uint64_t keys_by_column = transposed_operand(keys, kTile);
-    if (keeps) {
-      while (kept < kept_end && static_cast<const int*>(args.kept_tokens)[kept] < begun + count) {
-        const int upto = static_cast<const int*>(args.kept_tokens)[kept] - begun;
-        const float until = load_one(factors + (upto - 1) * 4);
-        uint32_t share[16];
-#pragma unroll
-        for (int tile = 0; tile < 8; ++tile) {
-          float2 factor = load_pair(by_token + tile * 32);
-          const float2 norm = load_pair(by_token + 4 * kChunk * 4 + tile * 32);
-          const int token = tile * 8 + quad * 2;
-          factor.x = token < upto ? exp2_fast((until - factor.x) * kLog2E) * norm.x : 0.f;
-          factor.y = token + 1 < upto ? exp2_fast((until - factor.y) * kLog2E) * norm.y : 0.f;
-          share[2 * tile] = narrow2(known[4 * tile] * factor.x, known[4 * tile + 1] * factor.y);
-          share[2 * tile + 1] = narrow2(known[4 * tile + 2] * factor.x, known[4 * tile + 3] * factor.y);
-        }
-        const float since = exp2_fast(until * kLog2E);
-        // In halves, which registers are just enough for.
-#pragma unroll 1
-        for (int half = 0; half < 2; ++half) {
-          float then[32];
-#pragma unroll
-          for (int i = 0; i < 32; ++i) then[i] = (half ? state[32 + i] : state[i]) * since;
-          products_begin();
-#pragma unroll
-          for (int step = 0; step < 4; ++step)
-            OutputProduct<64, false>::run(then, share + step * 4,
-                                          moved(keys_by_column, half * kTile + step * 2048), 1);
-          products_commit();
-          products_wait<0>();
-          pin(then);
-          store_state(args, static_cast<const int*>(args.kept_rows)[kept], at + half * 64 * kDim, then);
-        }
-        ++kept;
-      }
-#pragma unroll
-      for (int i = 0; i < 64; ++i) state[i] *= decay;
-    }
-    uint32_t update[16];
-    narrowed(update, known, by_token + 2 * kChunk * 4);
     products_begin();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      OutputProduct<128, false>::run(state, update + step * 4, moved(keys_by_column, step * 2048), 1);
+      product(known, right + step * 4, operand(tiles + kSolved + step * 32), step > 0);
     products_commit();
+    products_wait<0>();
+    pin(known);
+    pin(out);
     narrowed(right, known, 0);
 #pragma unroll
     for (int tile = 0; tile < 8; ++tile) {
@@ -362,23 +240,89 @@ __device__ void consume(const GatedDeltaScanArguments& args, const Walk& walk, i
     }
     products_begin();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) product(out, right + step * 4, moved(scores, step * 32), 1);
+    for (int step = 0; step < 4; ++step)
+      product(out, right + step * 4, operand(tiles + kScores + step * 32), 1);
+    products_commit();
+    // States kept within the chunk; those at its end are what the update leaves.
+    const int begun = first - walk.start;
+    while (kept < kept_end && static_cast<const int*>(args.kept_tokens)[kept] < begun + count) {
+      const int upto = static_cast<const int*>(args.kept_tokens)[kept] - begun;
+      const float until = load_one(factors + (upto - 1) * 4);
+      uint32_t share[16];
+#pragma unroll
+      for (int tile = 0; tile < 8; ++tile) {
+        float2 factor = load_pair(by_token + tile * 32);
+        const float2 norm = load_pair(by_token + 4 * kChunk * 4 + tile * 32);
+        const int token = tile * 8 + quad * 2;
+        factor.x = token < upto ? exp2_fast((until - factor.x) * kLog2E) * norm.x : 0.f;
+        factor.y = token + 1 < upto ? exp2_fast((until - factor.y) * kLog2E) * norm.y : 0.f;
+        share[2 * tile] = narrow2(known[4 * tile] * factor.x, known[4 * tile + 1] * factor.y);
+        share[2 * tile + 1] = narrow2(known[4 * tile + 2] * factor.x, known[4 * tile + 3] * factor.y);
+      }
+      const float decay = exp2_fast(until * kLog2E);
+      // In halves, which registers are just enough for.
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        float then[32];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) then[i] = (half ? state[32 + i] : state[i]) * decay;
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          OutputProduct<64, false>::run(then, share + step * 4,
+                                        transposed_operand(keys + half * kTile + step * 2048, kTile), 1);
+        products_commit();
+        products_wait<0>();
+        pin(then);
+        store_state(args, static_cast<const int*>(args.kept_rows)[kept], at + half * 64 * kDim, then);
+      }
+      ++kept;
+    }
+    const float decay = exp2_fast(load_one(factors + (kChunk - 1) * 4) * kLog2E);
+    uint32_t update[16];
+    narrowed(update, known, by_token + 2 * kChunk * 4);
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i] *= decay;
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      OutputProduct<128, false>::run(state, update + step * 4, transposed_operand(keys + step * 2048, kTile),
+                                     1);
     products_commit();
     products_wait<1>();
+    pin(out);
+    // [values, tokens] to [tokens, values]: each warp has 16 values of all tokens, 32 bytes a token.
+    const uint32_t mine = own + warp * (kChunk * 32);
+    __syncwarp();
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      const float* o = out + part * 8;
+      // Matrices: (tokens, values) = (0, 0), (0, 8), (8, 0), (8, 8) of 16 by 16.
+      const int token = part * 16 + lane / 16 * 8 + lane % 8;
+      store_transposed(mine + token * 32 + (lane / 8 % 2) * 16, narrow2(o[0], o[1]), narrow2(o[2], o[3]),
+                       narrow2(o[4], o[5]), narrow2(o[6], o[7]));
+    }
+    __syncwarp();
+    bf16* to = static_cast<bf16*>(args.out) + static_cast<long long>(head) * kDim + column + warp * 16;
+#pragma unroll
+    for (int piece = lane; piece < kChunk * 2; piece += 32) {
+      uint4 packed;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(packed.x), "=r"(packed.y), "=r"(packed.z), "=r"(packed.w)
+                   : "r"(mine + piece * 16));
+      const int token = piece / 2;
+      if (token < count)
+        *reinterpret_cast<uint4*>(to + static_cast<long long>(first + token) * args.heads * kDim +
+                                  piece % 2 * 8) = packed;
+    }
+    products_wait<0>();
     pin(state);
+    if (lane == 0) barrier_arrive(empty + stage * 8);
     while (kept < kept_end && static_cast<const int*>(args.kept_tokens)[kept] == begun + count) {
       store_state(args, static_cast<const int*>(args.kept_rows)[kept], at, state);
       ++kept;
     }
-    narrowed(left, state, 0);
-    products_wait<0>();
-    pin(out);
-    narrowed(written.packed, out, 0);
-    written.first = first, written.count = count;
-    if (lane == 0) barrier_arrive(empty + stage * 8);
-    if (++stage == kStages) stage = 0, turn ^= 1;
   }
-  write_out(written, own, to, out_pitch);
   store_state(args, target, at, state);
 }
 
