@@ -53,7 +53,7 @@ class GrammarPool:
         self._running: dict[str, _Job] = {}
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._workers = 0
-        self._stuck = 0
+        self._given_up: list[_Job] = []
         self._info: TokenizerInfo | None = None
         self._info_lock = threading.Lock()
 
@@ -72,8 +72,7 @@ class GrammarPool:
             return self._start(source)
         job = self._running[source]
         if job.began and time.monotonic() - job.began > self._limits.seconds:
-            self._stuck += 1
-            job.given_up = True
+            self._given_up.append(job)
             del self._running[source]
             return self._fail(
                 source,
@@ -85,11 +84,13 @@ class GrammarPool:
     def _start(self, source: str) -> str | None:
         if len(source) > MAX_SOURCE:
             return f"the grammar has {len(source)} characters, more than {MAX_SOURCE}: make it smaller"
-        if self._workers - self._stuck < 1 or len(self._running) >= self._workers - self._stuck:
+        self._given_up = [job for job in self._given_up if job.result is None]
+        free = self._workers - len(self._given_up) - len(self._running)
+        if free < 1:
             if self._workers < _MAX_THREADS:
                 self._workers += 1
                 threading.Thread(target=self._work, daemon=True, name="grammar").start()
-            elif self._stuck == self._workers:
+            elif len(self._given_up) == self._workers:
                 return "the grammar compiler is busy with grammars that are too complex; try again later"
         job = _Job(source)
         self._running[source] = job
@@ -128,8 +129,6 @@ class GrammarPool:
                 job.result = INSTALL
             except Exception as error:
                 job.result = f"the grammar can't be compiled: {_readable(error)}"
-            if job.given_up:
-                self._stuck -= 1
 
     def _compile(self, source: str) -> "CompiledGrammar":
         import xgrammar
@@ -146,7 +145,6 @@ class _Job:
     source: str
     began: float = 0.0
     result: "CompiledGrammar | str | None" = None
-    given_up: bool = False
 
 
 _LOOSE_CHARACTER = r"([^\"\\\r\n])"

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -168,6 +169,26 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
     assert "took longer" in compiled(pool, slow)
     object.__setattr__(pool._limits, "seconds", 60.0)
     assert not isinstance(compiled(pool, regex("a+")), str)
+
+
+def test_when_every_thread_is_kept_new_grammars_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    pool = GrammarPool(lambda: tokenizer_info("embedded", VOCAB, (EOS,)), GrammarLimits(seconds=0.02))
+    compile = pool._compile
+
+    def slow(source: str) -> Any:
+        release.wait(60)
+        return compile(source)
+
+    monkeypatch.setattr(pool, "_compile", slow)
+    for letter in "abcd":
+        assert "took longer" in compiled(pool, regex(letter))
+    assert "busy" in compiled(pool, regex("e"))
+    release.set()
+    object.__setattr__(pool._limits, "seconds", 60.0)
+    while "busy" in str(outcome := compiled(pool, regex("e"))):
+        pass
+    assert not isinstance(outcome, str)
 
 
 def test_a_huge_grammar_is_refused(pool: GrammarPool) -> None:
