@@ -59,10 +59,11 @@ def test_the_order_pairs_what_one_thread_multiplies() -> None:
     ("weight_rows", "columns"), [*SHAPES, (4096, 4096), (4096, 12288), (16, 64), (151936, 4096)]
 )
 def test_plans_cover_the_machine_and_fit_it(weight_rows: int, columns: int) -> None:
-    for rows, gated in itertools.product((1, 8, 32, 64), (False, True)):
+    options = itertools.product((1, 8, 32, 64), (False, True), (False, True))
+    for rows, gated, by_warps in options:
         if weight_rows % (32 if gated else 16):
             continue
-        plan = choose(rows, weight_rows, columns, gated)
+        plan = choose(rows, weight_rows, columns, gated, by_warps)
         assert plan.tile_rows % 16 == 0
         assert plan.stages % groups_of(rows, plan) == 0
         assert plan.stages >= 2

@@ -28,10 +28,7 @@ UNITS = 132
 
 WARPS = 15
 WARP_ROWS = 16
-FEWEST_ROWS = 32
-"""Up to so many rows of x each of `WARPS` warps multiplies `WARP_ROWS` rows of the weight by itself; with
-more a warpgroup multiplies `PRODUCT_ROWS`.
-"""
+"""Where each warp multiplies by itself: how many do, and how many rows of the weight."""
 
 PRODUCT_ROWS = 64
 MAX_PRODUCTS = 3
@@ -122,9 +119,8 @@ def launch(
 
 
 @cache
-def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
+def choose(rows: int, weight_rows: int, columns: int, gated: bool, by_warps: bool = False) -> Plan:
     """The plan for a product with a weight of [weight_rows, columns] that should take least time."""
-    by_warps = rows <= FEWEST_ROWS
     most = WARPS * WARP_ROWS if by_warps else MAX_PRODUCTS * PRODUCT_ROWS
     best, best_time = None, float("inf")
     for tile_rows, split in product(range(most, 0, -16), (1, 2, 4, 8)):
