@@ -8,6 +8,7 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import cuda_build, numerics, platform
+from quickturn_kernels.ops.fp8_linear.hopper_launch import HOPPER_BLOCK, ORDER
 from quickturn_kernels.ops.linear.fp8 import dequantize
 from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped, hopper_route, triton_tiles
 from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
@@ -89,7 +90,14 @@ def _fp8(
 
 def _dequantized(weight: kernels.LinearWeight) -> Tensor:
     out = torch.empty(weight.shape, dtype=torch.float32, device="cuda")
-    dequantize(*weight.tensors, out)
+    matrix, scale = weight.tensors
+    if weight.layout == HOPPER_BLOCK:
+        columns = torch.empty_like(matrix)
+        columns.view(torch.uint8).unflatten(1, (-1, 16))[:, :, list(ORDER)] = matrix.view(
+            torch.uint8
+        ).unflatten(1, (-1, 16))
+        matrix = columns
+    dequantize(matrix, scale, out)
     return out.to(BF16)
 
 
@@ -108,7 +116,7 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
     assert takes_router(x, router)
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, shared=shared)
-    with kernels.use(moe_block="hopper"):
+    with kernels.use(moe_block="hopper_few"):
         got = kernels.moe_block(x, router, experts, shared=shared)
         assert torch.equal(got, kernels.moe_block(x, router, experts, shared=shared))
     assert _off(got, want) < 1.2e-2
@@ -133,7 +141,7 @@ def test_fp8_against_the_reference(shape: tuple[int, int, int, int, int], tokens
         )
     with kernels.use(moe="reference"):
         want = kernels.moe(x, experts, weights, chosen, shared=plain)
-    with kernels.use(moe="hopper"):
+    with kernels.use(moe="hopper_few"):
         got = kernels.moe(x, experts, weights, chosen, shared=shared)
         assert torch.equal(got, kernels.moe(x, experts, weights, chosen, shared=shared))
     assert _off(got, want) < 1.2e-2
@@ -157,7 +165,7 @@ def test_rules_and_biases(routing: kernels.Routing, seed: int) -> None:
     positions[4:6] = -1
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, positions=positions)
-    with kernels.use(moe_block="hopper"):
+    with kernels.use(moe_block="hopper_few"):
         got = kernels.moe_block(x, router, experts, positions=positions)
     assert (got[4:6] == 0).all()
     real = positions >= 0
@@ -170,7 +178,7 @@ def test_a_token_alone_has_the_bits_it_has_in_company(seed: int) -> None:
     router, experts, shared = _layer(SHAPES[0])
     x = torch.randn(64, 2048, device="cuda").to(BF16)
     x[20:40] = x[3]  # many tokens of the same experts
-    with kernels.use(moe_block="hopper"):
+    with kernels.use(moe_block="hopper_few"):
         together = kernels.moe_block(x, router, experts, shared=shared)
         for token in (0, 3, 39, 63):
             alone = kernels.moe_block(x[token : token + 1], router, experts, shared=shared)
@@ -189,7 +197,7 @@ def test_one_expert_or_nobody(chosen: int, seed: int) -> None:
     weights[:, 0] = float("nan") if not 0 <= chosen < 64 else 0.5
     with kernels.use(moe="reference"):
         want = kernels.moe(x, experts, weights, choice, shared=shared)
-    with kernels.use(moe="hopper"):
+    with kernels.use(moe="hopper_few"):
         assert _off(kernels.moe(x, experts, weights, choice, shared=shared), want) < 1.2e-2
 
 
@@ -198,7 +206,7 @@ def test_nan_in_one_token_stays_there(seed: int) -> None:
     torch.manual_seed(seed)
     router, experts, shared = _layer(SHAPES[0])
     x = torch.randn(8, 2048, device="cuda").to(BF16)
-    with kernels.use(moe_block="hopper"):
+    with kernels.use(moe_block="hopper_few"):
         want = kernels.moe_block(x, router, experts, shared=shared)
         x[2] = float("nan")
         got = kernels.moe_block(x, router, experts, shared=shared)

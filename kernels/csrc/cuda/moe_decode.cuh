@@ -5,8 +5,9 @@
 // the gate and the matching 8 of up, or 16 of down), and never waits for results: when gate and up are
 // through, the first weights of down have long been asked for. Eight warps multiply; weights are the left
 // operand, so that the tokens of an expert, mostly one or two, cost a padding to 8 columns only. A block has
-// rows of down for itself and goes through all experts for them: no sum crosses blocks, and every sum has one
-// order, whatever else is in the batch.
+// rows of down for itself and goes through all experts for them. Each warp takes units of 16 rows of its own
+// and waits for nobody: no sum crosses warps or blocks, and every sum has one order, whatever else is in the
+// batch.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -24,20 +25,22 @@ constexpr int kConsumers = kWarps * 32;
 constexpr int kThreads = kConsumers + 32;
 constexpr int kHalf = 8;  // weight rows of a box; a stage has two
 constexpr int kRows = 2 * kHalf;
-constexpr int kSlices = 8;  // of 128 bytes of a row in a stage: one for each warp
+constexpr int kSlices = 8;  // of 128 bytes of a row in a stage
 constexpr int kHalfBytes = kHalf * kSlices * 128;
 constexpr int kStageBytes = 2 * kHalfBytes;
 constexpr int kMaxStages = 16;
 constexpr int kRouterRows = 4;  // of the router in one block
 
-// How weights are stored: bfloat16, or e4m3 with a factor for each block of 128 x 128. A stage has 128 bytes
-// of its rows for every warp; a lane reads two pieces of 16 of them, side by side.
+// How weights are stored: bfloat16, or e4m3 with a factor for each block of 128 x 128. A lane reads two
+// pieces of 16 bytes, side by side, of every 128 of a row.
 template <bool kFp8>
 struct Format {
-  static constexpr int kSlice = kFp8 ? 128 : 64;  // columns of a warp
+  static constexpr int kSlice = kFp8 ? 128 : 64;  // columns in 128 bytes
   static constexpr int kColumns = kSlice * kSlices;
-  static constexpr int kLane = kSlice / 8;    // columns of a piece
-  static constexpr int kVectors = kLane / 8;  // 16-byte pieces of x for them
+  static constexpr int kLane = kSlice / 8;     // columns of a piece
+  static constexpr int kVectors = kLane / 8;   // 16-byte pieces of x for them
+  static constexpr int kGroup = kFp8 ? 2 : 4;  // slices whose part of x is asked for at once
+  static constexpr int kAsked = kGroup * 2 * kVectors;
 };
 constexpr int kPieces = 2;
 constexpr int kScaleBlock = 128;
@@ -68,7 +71,8 @@ struct MoeArguments {
   int* counters;            // two zeros, left as zeros
   RoutingRules rules;
   long long x_pitch;
-  int tokens, hidden, inner, shared_inner, inner_pitch, stages, oss, shared_gate_up_pitch, shared_down_pitch;
+  int tokens, hidden, inner, shared_inner, inner_pitch, stages, oss, shared_gate_up_pitch, shared_down_pitch,
+      shared_permuted;
 };
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
@@ -138,6 +142,7 @@ template <bool kFp8>
 struct Producer {
   using F = Format<kFp8>;
   uint32_t ring, full, empty;
+  volatile int* asked;  // stages that were asked for so far
   int stages, stage = 0;
   uint32_t parity = 1;  // a ring that nobody used yet is empty
 
@@ -147,6 +152,7 @@ struct Producer {
       const uint32_t to = ring + stage * kStageBytes, barrier = full + 8 * stage;
       barrier_wait(empty + 8 * stage, parity);
       barrier_expect(barrier, kStageBytes);
+      *asked = *asked + 1;
       load_rows(to, weights, first, at / F::kSlice, barrier);
       load_rows(to + kHalfBytes, weights, second, at / F::kSlice, barrier);
       if (++stage == stages) {
@@ -170,6 +176,7 @@ struct Unit {
   int count;
   const float* low_scale;  // of the first and the last 8 rows, block after block of the columns
   const float* high_scale;
+  bool permuted;  // one-byte weights in the column order of linear_fp8.cu
 
   __device__ __forceinline__ const bf16* row(int column) const {
     if (column >= count) return nullptr;
@@ -182,30 +189,40 @@ template <bool kFp8>
 struct Consumer {
   using F = Format<kFp8>;
   uint32_t ring, full, empty;
-  float4* partial;  // [2][kWarps][32]
-  int stages, stage = 0, turn = 0;
-  uint32_t parity = 0;
-  // Of the stage to come: this lane's part of its first eight tokens, and factors.
-  uint4 next[kPieces][F::kVectors];
-  float low_next, high_next;
+  const volatile int* asked;
+  int stages;
+  // Of the group of slices to come: this lane's part of its first eight tokens, and factors.
+  uint4 next[F::kGroup][kPieces][F::kVectors];
+  float low_next[F::kGroup], high_next[F::kGroup];
 
   __device__ __forceinline__ static uint4 load(const bf16* row, int column, int columns) {
     return row != nullptr && column < columns ? *reinterpret_cast<const uint4*>(row + column)
                                               : make_uint4(0, 0, 0, 0);
   }
-  // The first column of a lane's piece, from the stage's first.
+  // The first column of a lane's piece, from the slice's first.
   __device__ __forceinline__ static int column_of(int piece) {
-    return threadIdx.x / 32 * F::kSlice + (threadIdx.x % 4 * kPieces + piece) * F::kLane;
+    return (threadIdx.x % 4 * kPieces + piece) * F::kLane;
+  }
+  __device__ __forceinline__ static void load(uint4 (&to)[F::kGroup][kPieces][F::kVectors], const bf16* row,
+                                              int at, int columns) {
+#pragma unroll
+    for (int slice = 0; slice < F::kGroup; ++slice)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+        for (int v = 0; v < F::kVectors; ++v)
+          to[slice][piece][v] = load(row, at + slice * F::kSlice + column_of(piece) + v * 8, columns);
   }
   __device__ __forceinline__ void ask(const Unit& unit, const bf16* row, int at) {
+    load(next, row, at, unit.columns);
+    if constexpr (kFp8) {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-      for (int v = 0; v < F::kVectors; ++v)
-        next[piece][v] = load(row, at + column_of(piece) + v * 8, unit.columns);
-    if (kFp8 && unit.count > 0 && at + column_of(0) < unit.columns) {
-      low_next = __ldg(unit.low_scale + (at + column_of(0)) / kScaleBlock);
-      high_next = __ldg(unit.high_scale + (at + column_of(0)) / kScaleBlock);
+      for (int slice = 0; slice < F::kGroup; ++slice) {
+        const int column = at + slice * F::kSlice;
+        if (unit.count == 0 || column >= unit.columns) break;
+        low_next[slice] = __ldg(unit.low_scale + column / kScaleBlock);
+        high_next[slice] = __ldg(unit.high_scale + column / kScaleBlock);
+      }
     }
   }
   __device__ __forceinline__ void ask(const Unit& unit) { ask(unit, unit.row(threadIdx.x % 32 / 4), 0); }
@@ -214,7 +231,7 @@ struct Consumer {
   // operands agree.
   __device__ __forceinline__ static void multiply_piece(float (&sum)[4], const uint4& low, const uint4& high,
                                                         const uint4 (&b)[F::kVectors], float low_scale,
-                                                        float high_scale) {
+                                                        float high_scale, bool permuted) {
     if constexpr (kFp8) {
       const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
       const uint32_t x[8] = {b[0].x, b[0].y, b[0].z, b[0].w, b[1].x, b[1].y, b[1].z, b[1].w};
@@ -223,8 +240,9 @@ struct Consumer {
       for (int word = 0; word < 4; ++word) {
         const uint32_t a[4] = {even_bytes<Bfloat>(lows[word]), even_bytes<Bfloat>(highs[word]),
                                odd_bytes<Bfloat>(lows[word]), odd_bytes<Bfloat>(highs[word])};
-        multiply(part, a, __byte_perm(x[2 * word], x[2 * word + 1], 0x5410),
-                 __byte_perm(x[2 * word], x[2 * word + 1], 0x7632));
+        const uint32_t even = permuted ? x[word] : __byte_perm(x[2 * word], x[2 * word + 1], 0x5410);
+        const uint32_t odd = permuted ? x[word + 4] : __byte_perm(x[2 * word], x[2 * word + 1], 0x7632);
+        multiply(part, a, even, odd);
       }
       sum[0] += part[0] * low_scale;
       sum[1] += part[1] * low_scale;
@@ -237,54 +255,106 @@ struct Consumer {
     }
   }
 
-  // One unit. `after`: the unit to come, to be asked for early. finish(column, sums of this lane's fragment)
-  // runs in one warp for each eight tokens.
-  template <int kTiles, class Finish>
-  __device__ __forceinline__ void run(const Unit& unit, const Unit& after, const Finish& finish) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr bool kLate = kFp8 || kTiles > 2;  // there are not registers enough to have all tokens early
-    const bf16* row[kTiles];
+  // 8 rows of a stage's half for this lane: as the copy engine swizzled it, every other piece of a row, and
+  // of the next row the pieces between.
+  __device__ __forceinline__ static uint32_t place(int piece) {
+    const int lane = threadIdx.x % 32;
+    return lane / 4 * 128 + (((lane % 4 * kPieces + piece) ^ (lane / 4)) << 4);
+  }
+
+  // A stage times up to 8 tokens, which were asked for. It asks for what comes next.
+  template <int kTiles>
+  __device__ __forceinline__ void multiply_stage(const Unit& unit, const bf16* const (&row)[kTiles],
+                                                 int start, uint32_t stage, const Unit& after,
+                                                 float (&sum)[kTiles][kPieces][4]) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) row[tile] = unit.row(tile * 8 + lane / 4);
-    float sum[kTiles][4] = {};
-    for (int at = 0; at < unit.columns; at += F::kColumns) {
-      uint4 b[kTiles][kPieces][F::kVectors];
+    for (int first = 0; first < kSlices; first += F::kGroup) {
+      const int at = start + first * F::kSlice;
+      if (at >= unit.columns) break;
+      uint4 b[F::kGroup][kPieces][F::kVectors];
+      float low_scale[F::kGroup], high_scale[F::kGroup];
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
+      for (int slice = 0; slice < F::kGroup; ++slice) {
+        low_scale[slice] = low_next[slice];
+        high_scale[slice] = high_next[slice];
 #pragma unroll
-        for (int v = 0; v < F::kVectors; ++v) b[0][piece][v] = next[piece][v];
-      const float low_scale = low_next, high_scale = high_next;
-      if (!kLate) {
+        for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
-        for (int tile = 1; tile < kTiles; ++tile)
-#pragma unroll
-          for (int piece = 0; piece < kPieces; ++piece)
-            b[tile][piece][0] = load(row[tile], at + column_of(piece), unit.columns);
+          for (int v = 0; v < F::kVectors; ++v) b[slice][piece][v] = next[slice][piece][v];
       }
-      if (at + F::kColumns < unit.columns)
-        ask(unit, row[0], at + F::kColumns);
+      if (at + F::kGroup * F::kSlice < unit.columns)
+        ask(unit, row[0], at + F::kGroup * F::kSlice);
       else
         ask(after);
-      barrier_wait(full + 8 * stage, parity);
-      if (at + warp * F::kSlice < unit.columns) {
-        // As the copy engine swizzled it: every other piece of a row, and of the next row the pieces between.
-        const uint32_t from = ring + stage * kStageBytes + warp * kHalf * 128 + lane / 4 * 128;
 #pragma unroll
-        for (int piece = 0; piece < kPieces; ++piece) {
-          const uint32_t offset = ((lane % 4 * kPieces + piece) ^ (lane / 4)) << 4;
-          const uint4 low = load_shared(from + offset);
-          const uint4 high = load_shared(from + kHalfBytes + offset);
+      for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            if (kLate && tile > 0) {
+        for (int slice = 0; slice < F::kGroup; ++slice) {
+          if (at + slice * F::kSlice >= unit.columns) break;
 #pragma unroll
-              for (int v = 0; v < F::kVectors; ++v)
-                b[tile][piece][v] = load(row[tile], at + column_of(piece) + v * 8, unit.columns);
-            }
-            multiply_piece(sum[tile], low, high, b[tile][piece], low_scale, high_scale);
+          for (int piece = 0; piece < kPieces; ++piece) {
+            const uint32_t from = stage + (first + slice) * kHalf * 128 + place(piece);
+            const uint4 low = load_shared(from), high = load_shared(from + kHalfBytes);
+            multiply_piece(sum[tile][piece], low, high, b[slice][piece], low_scale[slice], high_scale[slice],
+                           unit.permuted);
           }
         }
       }
+    }
+  }
+
+  // The same in the same order for more tokens, all of which are loaded when they're needed.
+  template <int kTiles>
+  __device__ __forceinline__ void multiply_wide(const Unit& unit, const bf16* const (&row)[kTiles], int start,
+                                                uint32_t stage, const Unit& after,
+                                                float (&sum)[kTiles][kPieces][4]) {
+#pragma unroll 1
+    for (int slice = 0; slice < kSlices; ++slice) {
+      const int at = start + slice * F::kSlice;
+      if (at >= unit.columns) break;
+      float low_scale = 1.f, high_scale = 1.f;
+      if constexpr (kFp8) {
+        low_scale = __ldg(unit.low_scale + at / kScaleBlock);
+        high_scale = __ldg(unit.high_scale + at / kScaleBlock);
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        uint4 b[kTiles][F::kVectors];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+          for (int v = 0; v < F::kVectors; ++v)
+            b[tile][v] = load(row[tile], at + column_of(piece) + v * 8, unit.columns);
+        const uint32_t from = stage + slice * kHalf * 128 + place(piece);
+        const uint4 low = load_shared(from), high = load_shared(from + kHalfBytes);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          multiply_piece(sum[tile][piece], low, high, b[tile], low_scale, high_scale, unit.permuted);
+      }
+    }
+    if (start + F::kColumns >= unit.columns) ask(after);
+  }
+
+  // One unit, whose stages begin with the ring's `index`-th. `after`: this warp's unit to come, to be asked
+  // for early. finish(column, sums of this lane's fragment) runs for each eight tokens.
+  template <int kTiles, class Finish>
+  __device__ __forceinline__ void run(const Unit& unit, int index, const Unit& after, const Finish& finish) {
+    const int lane = threadIdx.x % 32;
+    const bf16* row[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) row[tile] = unit.row(tile * 8 + lane / 4);
+    float sum[kTiles][kPieces][4] = {};
+    int stage = index % stages;
+    uint32_t parity = index / stages & 1;
+    for (int start = 0; start < unit.columns; start += F::kColumns) {
+      // A warp may be rounds of the ring ahead, and the barrier tells only odd rounds from even ones.
+      while (*asked <= index) continue;
+      ++index;
+      barrier_wait(full + 8 * stage, parity);
+      if constexpr (kTiles == 1)
+        multiply_stage(unit, row, start, ring + stage * kStageBytes, after, sum);
+      else
+        multiply_wide(unit, row, start, ring + stage * kStageBytes, after, sum);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + 8 * stage);
       if (++stage == stages) {
@@ -295,32 +365,17 @@ struct Consumer {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       if (tile * 8 >= unit.count) break;
-      float4* buffer = partial + turn % 2 * kConsumers;
-      buffer[threadIdx.x] = make_float4(sum[tile][0], sum[tile][1], sum[tile][2], sum[tile][3]);
-      consumers_sync();
-      if (warp == turn % kWarps) {
-        float4 total = buffer[lane];
-#pragma unroll
-        for (int w = 1; w < kWarps; ++w) {
-          const float4 one = buffer[w * 32 + lane];
-          total.x += one.x, total.y += one.y, total.z += one.z, total.w += one.w;
-        }
-        finish(tile * 8 + lane % 4 * 2, total);
-      }
-      ++turn;
+      const float(&a)[4] = sum[tile][0], (&b)[4] = sum[tile][1];
+      finish(tile * 8 + lane % 4 * 2, make_float4(a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]));
     }
   }
 
   template <class Finish>
-  __device__ __forceinline__ void run(const Unit& unit, const Unit& after, const Finish& finish) {
+  __device__ __forceinline__ void run(const Unit& unit, int index, const Unit& after, const Finish& finish) {
     if (unit.count <= 8)
-      run<1>(unit, after, finish);
-    else if (unit.count <= 16)
-      run<2>(unit, after, finish);
-    else if (unit.count <= 32)
-      run<4>(unit, after, finish);
+      run<1>(unit, index, after, finish);
     else
-      run<8>(unit, after, finish);
+      run<kMaxTokens / 8>(unit, index, after, finish);
   }
 };
 
@@ -384,9 +439,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     moe_few_tokens(const __grid_constant__ MoeArguments args, const __grid_constant__ MoeMaps maps) {
   extern __shared__ unsigned char memory[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
-  __shared__ float4 partial[2 * kConsumers];
+  __shared__ float partial[kWarps * kMaxTokens * kRouterRows];
   __shared__ Choice choice;
-  static_assert(sizeof(partial) >= kWarps * kMaxTokens * kRouterRows * sizeof(float));
+  __shared__ int asked;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int block = blockIdx.x, blocks = gridDim.x;
@@ -404,8 +459,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == kConsumers) {
     for (int stage = 0; stage < args.stages; ++stage) {
       barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, kWarps);
+      barrier_init(empty + 8 * stage, 1);
     }
+    asked = 0;
     barrier_init_fence();
   }
   __syncthreads();
@@ -413,8 +469,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_dependents_start();
 
   if (warp == kWarps) {
-    Producer<kFp8> producer{ring, full, empty, args.stages};
+    Producer<kFp8> producer{ring, full, empty, &asked, args.stages};
     if (lane == 0) {
+      prefetch_map(&maps.gate_up);
+      prefetch_map(&maps.down);
       for (int g = shared_begin; g < shared_end; ++g)
         producer.push(&maps.shared_gate_up, g * kHalf, args.shared_inner + g * kHalf, args.hidden);
     }
@@ -455,7 +513,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_predecessors();
   int goal = 0;
-  if (router_rows > 0) write_logits(args, rows, early, reinterpret_cast<float*>(partial));
+  if (router_rows > 0) write_logits(args, rows, early, partial);
   if (args.router != nullptr) {
     grid_arrive(args.counters);
     goal += blocks;
@@ -495,7 +553,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");
 
   // ---- Gate and up
-  Consumer<kFp8> consumer{ring, full, empty, partial, args.stages};
+  Consumer<kFp8> consumer{ring, full, empty, &asked, args.stages};
   const int active = choice.count;
   // Units of the first product: granule g of all routed experts in turn, or of the shared expert; `some` is
   // false for none at all.
@@ -520,7 +578,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 choice.pairs + choice.first[i],
                 some ? choice.first[i + 1] - choice.first[i] : 0,
                 low,
-                high};
+                high,
+                shared && args.shared_permuted};
   };
   const long long between_pitch = static_cast<long long>(slots) * args.inner_pitch;
   const auto gate_up_done = [&](const Unit& unit, int expert, int inner, int feature) {
@@ -543,19 +602,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
   };
   const int begin = first_granule(args, active, block), end = first_granule(args, active, block + 1);
-  const bool some = begin < end;
-  consumer.ask(input(shared_begin < shared_end ? shared_begin : begin, shared_begin < shared_end,
-                     shared_begin < shared_end || some));
-  for (int g = shared_begin; g < shared_end; ++g) {
-    const Unit unit = input(g, true, true);
-    const bool more = g + 1 < shared_end;
-    consumer.run(unit, input(more ? g + 1 : begin, more, more || some),
-                 gate_up_done(unit, -1, args.shared_inner, g * 8));
-  }
-  for (int g = begin; g < end; ++g) {
-    const Unit unit = input(g, false, true);
-    consumer.run(unit, input(min(g + 1, end - 1), false, g + 1 < end),
-                 gate_up_done(unit, choice.active[g / of_expert], args.inner, g % of_expert * 8));
+  const int shared_units = shared_end - shared_begin, units_before = shared_units + end - begin;
+  const int hidden_stages = (args.hidden + Format<kFp8>::kColumns - 1) / Format<kFp8>::kColumns;
+  const auto nth = [&](int u) {
+    const bool shared = u < shared_units;
+    return input(shared ? shared_begin + u : min(begin + u - shared_units, max(end - 1, 0)), shared,
+                 u < units_before);
+  };
+  consumer.ask(nth(warp));
+  for (int u = warp; u < units_before; u += kWarps) {
+    const bool shared = u < shared_units;
+    const int g = begin + u - shared_units;
+    const Unit unit = nth(u);
+    consumer.run(unit, u * hidden_stages, nth(u + kWarps),
+                 gate_up_done(unit, shared ? -1 : choice.active[g / of_expert],
+                              shared ? args.shared_inner : args.inner,
+                              (shared ? shared_begin + u : g % of_expert) * kHalf));
   }
   grid_arrive(args.counters);
   goal += blocks;
@@ -586,7 +648,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool shared = i == active;
     const int inner = shared ? args.shared_inner : args.inner;
     const float* scale = nullptr;
-    if (kFp8 && shared)
+    if (kFp8 && i >= units)
+      scale = nullptr;
+    else if (kFp8 && shared)
       scale = args.shared_down_scale + r * kRows / kScaleBlock * args.shared_down_pitch;
     else if (kFp8)
       scale = args.down_scale +
@@ -597,16 +661,18 @@ __global__ void __launch_bounds__(kThreads, 1)
                 args.inner_pitch,
                 inner,
                 choice.pairs + choice.first[i],
-                choice.first[i + 1] - choice.first[i],
+                i < units ? choice.first[i + 1] - choice.first[i] : 0,
                 scale,
-                scale};
+                scale,
+                shared && args.shared_permuted};
   };
-  if (units > 0 && block < row_granules) consumer.ask(halfway(0, block));
+  const int inner_stages = (args.inner + Format<kFp8>::kColumns - 1) / Format<kFp8>::kColumns;
+  const int shared_stages = (args.shared_inner + Format<kFp8>::kColumns - 1) / Format<kFp8>::kColumns;
+  int stages_before = units_before * hidden_stages;
   for (int r = block; r < row_granules; r += blocks) {
-    for (int i = 0; i < units; ++i) {
+    if (warp < units) consumer.ask(halfway(warp, r));
+    for (int i = warp; i < units; i += kWarps) {
       const Unit unit = halfway(i, r);
-      const bool more = i + 1 < units;
-      const int following = more ? i + 1 : 0, row = more ? r : min(r + blocks, row_granules - 1);
       const int expert = i < active ? choice.active[i] : -1;
       const auto finish = [&](int column, const float4& total) {
         const float sums[2][2] = {{total.x, total.z}, {total.y, total.w}};
@@ -625,8 +691,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       };
-      consumer.run(unit, halfway(following, row), finish);
+      consumer.run(unit, stages_before + i * inner_stages, halfway(min(i + kWarps, units), r), finish);
     }
+    stages_before += active * inner_stages + (args.shared_inner > 0 ? shared_stages : 0);
     consumers_sync();
     for (int item = threadIdx.x; item < args.tokens * kRows; item += kConsumers) {
       const int token = item / kRows, row = item % kRows;

@@ -11,7 +11,6 @@ namespace quickturn {
 constexpr int kMaxExperts = 512;
 constexpr int kMaxTop = 16;
 constexpr int kMaxTokens = 64;
-constexpr int kLaneExperts = kMaxExperts / 32;
 
 enum Scoring { kSoftmax = 0, kSigmoid = 1, kSoftmaxAfter = 2 };
 
@@ -43,72 +42,82 @@ __device__ __forceinline__ uint32_t rank_of(float value) {
   return rank > 1 ? rank : 1;
 }
 
-// One warp chooses for one token. logits: [experts], written by other blocks. Lane j returns the j-th choice.
+// One warp chooses for one token, of at most 32 kPer experts. logits: [experts], written by other blocks.
+// Lane j returns the j-th choice. A lane has neighbours, so that of equals the lower lane has the lower
+// index.
+template <int kPer>
 __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const float* logits, float& weight,
                                                int& expert) {
-  const int lane = threadIdx.x % 32;
-  float score[kLaneExperts];
-  uint32_t rank[kLaneExperts];
-  float highest = -INFINITY;
+  const int lane = threadIdx.x % 32, per = (rules.experts + 31) / 32;
+  float score[kPer];
+  uint32_t rank[kPer];
 #pragma unroll
-  for (int i = 0; i < kLaneExperts; ++i) {
-    const int e = i * 32 + lane;
-    score[i] = i * 32 < rules.experts && e < rules.experts ? __ldcg(logits + e) : -INFINITY;
-    rank[i] = e < rules.experts ? rank_of(score[i]) : 0;
-    highest = fmaxf(highest, score[i]);
+  for (int i = 0; i < kPer; ++i) {
+    const bool real = i < per && lane * per + i < rules.experts;
+    score[i] = real ? __ldcg(logits + lane * per + i) : -INFINITY;
+    rank[i] = real ? rank_of(score[i]) : 0;
   }
   if (rules.scoring == kSoftmax) {
+    float highest = score[0], total = 0.f;
+#pragma unroll
+    for (int i = 1; i < kPer; ++i) highest = fmaxf(highest, score[i]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2)
       highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, step));
-    float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) {
-      if (i * 32 >= rules.experts) break;
+    for (int i = 0; i < kPer; ++i) {
       score[i] = __expf(score[i] - highest);
       total += score[i];
     }
-    total = warp_sum(total);
+    total = 1.f / warp_sum(total);
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) score[i] /= total;
+    for (int i = 0; i < kPer; ++i) score[i] *= total;
   } else if (rules.scoring == kSigmoid) {
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) score[i] = 1.f / (1.f + __expf(-score[i]));
+    for (int i = 0; i < kPer; ++i) score[i] = 1.f / (1.f + __expf(-score[i]));
   }
   if (rules.correction != nullptr || rules.scoring == kSigmoid) {
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) {
-      const int e = i * 32 + lane;
-      if (e < rules.experts)
-        rank[i] = rank_of(score[i] + (rules.correction != nullptr ? rules.correction[e] : 0.f));
+    for (int i = 0; i < kPer; ++i) {
+      if (rank[i] == 0) continue;
+      const float correction = rules.correction != nullptr ? rules.correction[lane * per + i] : 0.f;
+      rank[i] = rank_of(score[i] + correction);
     }
   }
   weight = 0.f;
   expert = -1;
   for (int j = 0; j < rules.top; ++j) {
-    uint32_t best = 0;
-    int at = 0;
-    float value = 0.f;
+    uint32_t best[kPer / 2];
+    float value[kPer / 2];
+    int at[kPer / 2];
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) {
-      if (i * 32 >= rules.experts) break;
-      if (rank[i] > best) {
-        best = rank[i];
-        at = i;
-        value = score[i];
+    for (int i = 0; i < kPer / 2; ++i) {
+      // Of two neighbours the earlier wins among equals.
+      const bool later = rank[2 * i + 1] > rank[2 * i];
+      best[i] = later ? rank[2 * i + 1] : rank[2 * i];
+      value[i] = later ? score[2 * i + 1] : score[2 * i];
+      at[i] = 2 * i + later;
+    }
+#pragma unroll
+    for (int width = 1; width < kPer / 2; width *= 2)
+#pragma unroll
+      for (int i = 0; i < kPer / 2; i += 2 * width) {
+        const bool later = best[i + width] > best[i];
+        best[i] = later ? best[i + width] : best[i];
+        value[i] = later ? value[i + width] : value[i];
+        at[i] = later ? at[i + width] : at[i];
       }
-    }
-    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, best);
-    const unsigned found =
-        __reduce_min_sync(0xFFFFFFFFu, best == most ? static_cast<unsigned>(at * 32 + lane) : 0xFFFFu);
-    value = __shfl_sync(0xFFFFFFFFu, value, found % 32);
+    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, best[0]);
+    const int winner = __ffs(__ballot_sync(0xFFFFFFFFu, best[0] == most)) - 1;
+    const float found = __shfl_sync(0xFFFFFFFFu, value[0], winner);
+    const int place = __shfl_sync(0xFFFFFFFFu, at[0], winner);
     if (lane == j) {
-      weight = value;
-      expert = static_cast<int>(found);
+      weight = found;
+      expert = winner * per + place;
     }
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i)
-      if (found == static_cast<unsigned>(i * 32 + lane)) rank[i] = 0;
+    for (int i = 0; i < kPer; ++i)
+      if (lane == winner && i == place) rank[i] = 0;
   }
   if (rules.scoring == kSoftmaxAfter) {
     const float first = __shfl_sync(0xFFFFFFFFu, weight, 0);
@@ -118,6 +127,14 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
     weight /= warp_sum(weight) + 1e-20f;
   }
   weight *= rules.scale;
+}
+
+__device__ __forceinline__ void choose_experts(const RoutingRules& rules, const float* logits, float& weight,
+                                               int& expert) {
+  if (rules.experts <= kMaxExperts / 2)
+    choose_experts<kMaxExperts / 64>(rules, logits, weight, expert);
+  else
+    choose_experts<kMaxExperts / 32>(rules, logits, weight, expert);
 }
 
 // All consumer threads: from chosen experts to lists. `tokens_mask`: tokens that take the shared expert, 0

@@ -200,4 +200,7 @@ def _moe_block(layer: Layer, generator: Generator, device: torch.device) -> Resu
         positions = torch.arange(layer.tokens, device=device)
         positions[::3] = -1
     out = moe_block(x, Router(weight, routing, bias), experts, shared=shared, positions=positions)
+    if positions is not None:
+        # What padding gets from the shared expert is nobody's business.
+        out = out.masked_fill((positions < 0)[:, None], 0.0)
     return _result(out, x)

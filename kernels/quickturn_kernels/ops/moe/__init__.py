@@ -130,8 +130,9 @@ def moe_block(
 ) -> Tensor:
     """A whole mixture-of-experts layer: the router's product, `route`, `moe`.
 
-    x: [T, H]. positions: int64 [T] or None; tokens with a negative one are padding and choose no expert.
-    Logits are float32; a float32 router multiplies x in float32. Returns a new [T, H] of x.dtype.
+    x: [T, H]. positions: int64 [T] or None; tokens with a negative one are padding and choose no expert;
+    their results are finite where x is, and otherwise unspecified. Logits are float32; a float32 router
+    multiplies x in float32. Returns a new [T, H] of x.dtype.
     """
     key = (x.device, x.dtype, experts.layout, rows_class(x.shape[0]))
     function = _MOE_BLOCK.table.get(key)

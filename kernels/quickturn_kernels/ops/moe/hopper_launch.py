@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
+from quickturn_kernels.ops.fp8_linear.hopper_launch import HOPPER_BLOCK
 from quickturn_kernels.ops.linear import FEW_ROWS, PLAIN, LinearWeight
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
 from quickturn_kernels.ops.moe.hopper_route import MAX_EXPERTS, MAX_TOP, Rules, rules
@@ -26,7 +27,7 @@ _POINTERS = (
 )
 _INTEGERS = (
     *("tokens", "hidden", "inner", "shared_inner", "inner_pitch", "stages", "oss"),
-    *("shared_gate_up_pitch", "shared_down_pitch"),
+    *("shared_gate_up_pitch", "shared_down_pitch", "shared_permuted"),
 )
 
 
@@ -64,8 +65,10 @@ def takes(x: Tensor, experts: ExpertWeights, top: int, shared: SharedExpert | No
 
 def _takes_shared(shared: SharedExpert, experts: ExpertWeights, multiple: int) -> bool:
     gate, weights = shared.gate, (shared.gate_up, shared.down)
+    layouts = (FP8_BLOCK, HOPPER_BLOCK) if experts.layout == FP8_BLOCK else (PLAIN,)
     return (
-        all(weight.layout == experts.layout for weight in weights)
+        shared.gate_up.layout == shared.down.layout
+        and shared.down.layout in layouts
         and all(weight.tensors[0].dtype == experts.gate_up.dtype for weight in weights)
         and all(weight.tensors[0].is_contiguous() for weight in weights)
         and shared.down.shape[1] % multiple == 0
@@ -138,6 +141,7 @@ def launch(
         shared_gate_up_pitch=gate_up_pitch,
         shared_down_scale=down_scale,
         shared_down_pitch=down_pitch,
+        shared_permuted=shared is not None and shared.down.layout == HOPPER_BLOCK,
         shared_gate=None if shared is None else _address(shared.gate),
         logits=logits.data_ptr(),
         between=between.data_ptr(),
@@ -170,7 +174,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 def _scale(weight: LinearWeight | None) -> tuple[int | None, int]:
     """The address of a weight's block scales and the elements between their rows."""
-    if weight is None or weight.layout != FP8_BLOCK:
+    if weight is None or weight.layout == PLAIN:
         return None, 0
     return weight.tensors[1].data_ptr(), weight.tensors[1].stride(0)
 

@@ -124,6 +124,9 @@ def moe_block(
     shared: SharedExpert | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """The layer as the ops that it's made of, each in the tier that suits."""
+    """The layer as the ops that it's made of, each in the tier that suits.
+
+    Above the reference tier, because nothing that exists beats it yet.
+    """
     weights, chosen = route_with(router_logits(x, router), router.routing, router.correction, positions)
     return moe(x, experts, weights, chosen, shared=shared)
