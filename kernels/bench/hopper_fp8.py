@@ -35,7 +35,7 @@ MATRICES = {
     "down": (4096, 12288),
 }
 COPIES_BYTES = 1 << 30
-TILES = (32, 48, 64, 80, 96, 128, 160, 192, 240)
+TILES = (32, 48, 64, 80, 96, 128, 160, 192)
 
 
 def main() -> None:
@@ -138,18 +138,16 @@ def plans(rate: float) -> dict[str, object]:
             x = torch.randn(rows, columns, dtype=BF16, device=DEVICE)
             out = torch.empty(rows, features // 2 if gated else features, dtype=BF16, device=DEVICE)
             tried = []
-            for by_warps, tile_rows, split in product((False, True), TILES, (1, 2)):
-                base = geometry(features, columns, tile_rows, split, by_warps)
-                if base is None or tile_rows > (240 if by_warps else 192):
+            for tile_rows, split in product(TILES, (1, 2)):
+                base = geometry(features, columns, tile_rows, split)
+                if base is None or (gated and tile_rows % 32):
                     continue
                 if min(base.blocks, -(-features // tile_rows)) * split < 90:
                     continue
                 plan = with_stages(base, rows, out.shape[1], gated)
                 run = partial(launch, x, bias=None, out=out, plan=plan, gated=gated)
                 taken = graphed(partial(each, run, weights), len(weights), 3)
-                tried.append(
-                    (round(taken, 2), "warps" if by_warps else "groups", tile_rows, split, plan.stages)
-                )
+                tried.append((round(taken, 2), tile_rows, split, plan.stages))
             found[f"{name} {rows}"] = sorted(tried)[:6]
     return found
 

@@ -22,8 +22,7 @@ namespace {
 constexpr int kStageColumns = 128;
 constexpr int kStageSteps = kStageColumns / 16;
 constexpr int kProductRows = 64;
-constexpr int kMaxStages = 32;
-constexpr int kWarpThreads = 15 * 32;  // that multiply, where warps do so by themselves
+constexpr int kMaxStages = 24;
 constexpr int kMaxSplit = 8;
 
 // Warpgroups that multiply, as many as have room for their sums: the way from a stage's arrival to its sum is
@@ -61,15 +60,15 @@ struct Arguments {
   int tiles;
   int tile_rows;  // rows of W in a tile
   int tile_step;  // tiles between two tiles of one block
-  int stages;     // of the ring, a multiple of the warpgroups or teams that take turns
+  int stages;     // of the ring, a multiple of the warpgroups that multiply
   int sums;       // bytes from the ring's start to the partial sums
   bool gated;     // half of a tile's rows are gate and half are up: out = silu(gate) * up
   bool wide;      // out is float32
 };
 
-template <int kThreads>
+template <int kGroups>
 __device__ __forceinline__ void sync_multiplying() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  asm volatile("bar.sync 1, %0;" ::"n"(kGroups * 128) : "memory");
 }
 
 // d[64, kColumns] (+)= a[64, 16] b[kColumns, 16]^T, a in registers; `add` 0 starts from zero.
@@ -167,16 +166,15 @@ __device__ __forceinline__ void store4(const Arguments& args, int row, int featu
   }
 }
 
-// Adds the partial tiles of all `groups` of all blocks of the cluster for this block's share of the features,
-// and stores them; `threads` take part.
-template <typename Type>
-__device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t sums,
-                                       int groups, int threads) {
+// Adds the partial tiles of all warpgroups of the cluster for this block's share of the features, and stores
+// them.
+template <typename Type, int kGroups>
+__device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t sums) {
   const int pitch = args.tile_rows + 4;
   const int tile_features = args.gated ? args.tile_rows / 2 : args.tile_rows;
   const int share = tile_features / args.split;
   const int quads = share / 4;
-  for (int item = threadIdx.x; item < args.rows * quads; item += threads) {
+  for (int item = threadIdx.x; item < args.rows * quads; item += kGroups * 128) {
     const int row = item / quads;
     const int local = static_cast<int>(rank) * share + (item - row * quads) * 4;
     const int feature = tile * tile_features + local;
@@ -187,7 +185,8 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
       if (part == 1 && !args.gated) break;
       const uint32_t address = sums + 4u * static_cast<uint32_t>(row * pitch + part * tile_features + local);
       for (int peer = 0; peer < args.split; ++peer) {
-        for (int group = 0; group < groups; ++group) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
           const uint32_t from = address + 4u * static_cast<uint32_t>(group * args.rows * pitch);
           const float4 piece = load_remote(from, args.split > 1 ? peer : cluster_rank());
           value[part][0] += piece.x;
@@ -227,234 +226,84 @@ __device__ __forceinline__ const float* scales_of(const Arguments& args, int til
   return args.block_scales + static_cast<long long>(min(row, last) / 128) * args.scale_pitch;
 }
 
-// Where a block's work and its ring lie, and the one thread that keeps the ring full. kColumns: rows of x
-// rounded up to 8, 16, 32 or 64.
-template <int kColumns>
-struct Requester {
-  static constexpr int kSliceBytes = kColumns * kSliceColumns * 2;
-  const Arguments& args;
-  const TensorMap &weight, &x;
-  uint32_t ring, full, empty, rank;
-  int weight_bytes, stage_bytes, first_tile, first_chunk, chunks, total, early;
-  int next_tile, next_chunk;  // to be requested
-
-  __device__ __forceinline__ Requester(const Arguments& arguments, const TensorMap& weight_map,
-                                       const TensorMap& x_map, const void* memory, const void* barriers)
-      : args(arguments), weight(weight_map), x(x_map) {
-    weight_bytes = args.tile_rows * kStageColumns;
-    stage_bytes = weight_bytes + 2 * kSliceBytes;
-    ring = (shared_address(memory) + 1023u) & ~1023u;
-    full = shared_address(barriers);
-    empty = full + 8 * kMaxStages;
-    rank = args.split > 1 ? cluster_rank() : 0;
-    first_tile = blockIdx.x / args.split;
-    first_chunk = args.chunks * static_cast<int>(rank) / args.split;
-    chunks = args.chunks * (static_cast<int>(rank) + 1) / args.split - first_chunk;
-    total = (args.tiles - first_tile + args.tile_step - 1) / args.tile_step * chunks;
-    early = min(args.stages, total);
-    next_tile = first_tile;
-    next_chunk = 0;
-  }
-
-  __device__ __forceinline__ void load_weight(int stage) {
-    const int boxes = args.gated ? 2 : 1, box_rows = args.tile_rows / boxes;
-    barrier_expect(full + 8 * stage, stage_bytes);
-    for (int box = 0; box < boxes; ++box)
-      load_box(ring + stage * stage_bytes + box * box_rows * kStageColumns, &weight,
-               (first_chunk + next_chunk) * kStageColumns, next_tile * box_rows + box * args.features,
-               full + 8 * stage, kEvictFirst);
-  }
-
-  __device__ __forceinline__ void load_x(int stage, int chunk) const {
-#pragma unroll
-    for (int slice = 0; slice < 2; ++slice)
-      load_box(ring + stage * stage_bytes + weight_bytes + slice * kSliceBytes, &x,
-               (first_chunk + chunk) * kStageColumns + slice * kSliceColumns, 0, full + 8 * stage,
-               kEvictLast);
-  }
-
-  __device__ __forceinline__ void advance() {
-    if (++next_chunk == chunks) {
-      next_chunk = 0;
-      next_tile += args.tile_step;
-    }
-  }
-
-  // `takers`: warps that take from a stage. The weights wait for no other kernel.
-  __device__ __forceinline__ void begin(int takers) {
-    for (int stage = 0; stage < args.stages; ++stage) {
-      barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, takers);
-    }
-    barrier_init_fence();
-    for (int i = 0; i < early; ++i, advance()) load_weight(i);
-    prefetch_map(&x);
-  }
-
-  __device__ __forceinline__ void go_on() {
-    let_dependents_start();
-    wait_for_predecessors();
-    for (int i = 0, chunk = 0; i < early; ++i) {
-      load_x(i, chunk);
-      if (++chunk == chunks) chunk = 0;
-    }
-    int stage = 0;
-    uint32_t parity = 0;
-    for (int i = early; i < total; ++i, advance()) {
-      barrier_wait(empty + 8 * stage, parity);
-      load_weight(stage);
-      load_x(stage, next_chunk);
-      if (++stage == args.stages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    }
-  }
-};
-
-// Four e4m3 bytes of each of a warp's matrices (rows 0 to 7 and 8 to 15 of two steps of 16 columns) as the
-// left operands of two products.
-template <typename Type>
-__device__ __forceinline__ void convert(uint32_t (&a)[2][4], const uint32_t (&bytes)[4]) {
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    a[step][0] = even_bytes<Type>(bytes[step * 2]);
-    a[step][1] = even_bytes<Type>(bytes[step * 2 + 1]);
-    a[step][2] = odd_bytes<Type>(bytes[step * 2]);
-    a[step][3] = odd_bytes<Type>(bytes[step * 2 + 1]);
-  }
-}
-
-// The scales of two weight rows of a thread, eight apart, stage by stage.
-struct RowScales {
-  const float* from[2];
-  float now[2];
-
-  __device__ __forceinline__ void begin(const Arguments& args, int tile, int local, int first_chunk) {
-    now[0] = now[1] = 1.f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      from[half] =
-          args.block_scales == nullptr ? nullptr : scales_of(args, tile, local + half * 8) + first_chunk;
-  }
-
-  // Well ahead of their use.
-  __device__ __forceinline__ void load(int chunk) {
-    if (from[0] == nullptr) return;
-    now[0] = load_early(from[0] + chunk);
-    now[1] = load_early(from[1] + chunk);
-  }
-};
-
-// Each warp multiplies 16 weight rows by itself. A stage is a team's, one warp for each
-// 16 rows of the tile, and the teams take stages in turn.
-template <typename Type, int kColumns>
-__global__ void __launch_bounds__(kWarpThreads + 32, 1)
-    few_rows_fp8_by_warps(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                          const Arguments args) {
-  extern __shared__ unsigned char memory[];
-  __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
-  Requester<kColumns> place(args, weight, x, memory, barriers);
-  const int members = args.tile_rows / 16;
-  if (threadIdx.x == kWarpThreads) place.begin(members);
-  __syncthreads();
-
-  if (threadIdx.x >= kWarpThreads) {
-    if (threadIdx.x == kWarpThreads) place.go_on();
-    __syncwarp();
-    if (args.split > 1) {
-      cluster_sync();
-      cluster_sync();
-    }
-    return;
-  }
-  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int teams = kWarpThreads / 32 / members, team = warp / members;
-  const int first_row = warp % members * 16, pitch = args.tile_rows + 4;
-  float* sums = reinterpret_cast<float*>(memory + (place.ring - shared_address(memory)) + args.sums);
-  const int weight_row = first_row + (lane & 15), weight_half = lane >> 4;
-  int turn = 0;  // stages of the tiles before
-  for (int tile = place.first_tile; tile < args.tiles; tile += args.tile_step, turn += place.chunks) {
-    float sum[kColumns / 8][4] = {};
-    // A stage is always the same team's, so that no team misses a phase of its barrier.
-    const int first = team < teams ? (team + teams - turn % teams) % teams : place.chunks;
-    int stage = (turn + first) % args.stages;
-    uint32_t parity = (turn + first) / args.stages & 1;
-    RowScales scales;
-    scales.begin(args, tile, first_row + lane / 4, place.first_chunk);
-    if (first < place.chunks) scales.load(first);
-    for (int chunk = first; chunk < place.chunks; chunk += teams) {
-      const uint32_t at = place.ring + stage * place.stage_bytes, x_at = at + place.weight_bytes;
-      barrier_wait(place.full + 8 * stage, parity);
-      float product[kColumns / 8][4] = {};
-#pragma unroll
-      for (int pair = 0; pair < kStageSteps / 2; ++pair) {
-        uint32_t bytes[4], a[2][4];
-        load_matrices(bytes,
-                      at + weight_row * kStageColumns + (((pair * 2 + weight_half) ^ (weight_row & 7)) << 4));
-        convert<Type>(a, bytes);
-#pragma unroll
-        for (int eight = 0; eight < kColumns / 8; ++eight) {
-          // Of eight rows of x 32 columns: both halves of one step, then of the next.
-          uint32_t b[4];
-          load_matrices(b, x_at + pair / 2 * place.kSliceBytes + (eight * 8 + (lane & 7)) * 128 +
-                               (((pair % 2 * 4 + (lane >> 3)) ^ (lane & 7)) << 4));
-          multiply<Type>(product[eight], a[0], b[0], b[1]);
-          multiply<Type>(product[eight], a[1], b[2], b[3]);
-        }
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(place.empty + 8 * stage);
-#pragma unroll
-      for (int eight = 0; eight < kColumns / 8; ++eight)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[eight][i] += product[eight][i] * scales.now[i / 2];
-      if (chunk + teams < place.chunks) scales.load(chunk + teams);
-      stage += teams;
-      if (stage >= args.stages) {
-        stage -= args.stages;
-        parity ^= 1;
-      }
-    }
-
-    // The teams' sums meet in shared memory, where the ring may have been: everybody has to be done with it.
-    sync_multiplying<kWarpThreads>();
-    float* own = sums + team * args.rows * pitch;
-#pragma unroll
-    for (int eight = 0; eight < kColumns / 8; ++eight)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = eight * 8 + lane % 4 * 2 + i % 2;
-        if (team < teams && column < args.rows)
-          own[column * pitch + first_row + lane / 4 + i / 2 * 8] = sum[eight][i];
-      }
-    if (args.split > 1) {
-      cluster_sync();
-      finish<Type>(args, tile, place.rank, place.ring + args.sums, teams, kWarpThreads);
-      cluster_sync();  // the sums must outlive the reads of the other blocks
-    } else {
-      sync_multiplying<kWarpThreads>();
-      finish<Type>(args, tile, 0, place.ring + args.sums, teams, kWarpThreads);
-    }
-  }
-}
-
-// A warpgroup multiplies 64 weight rows, and the warpgroups take stages in turn. kProducts:
-// products of 64 rows that cover a tile.
+// kColumns: rows of x rounded up to 8, 16, 32 or 64. kProducts: products of 64 rows that cover a tile.
 template <typename Type, int kColumns, int kProducts>
 __global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
     few_rows_fp8(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
                  const Arguments args) {
   constexpr int kGroups = groups_of(kColumns, kProducts), kMultiplying = kGroups * 128;
+  constexpr int kSliceBytes = kColumns * kSliceColumns * 2;
   extern __shared__ unsigned char memory[];
   __shared__ alignas(8) uint64_t barriers[2 * kMaxStages];
-  Requester<kColumns> place(args, weight, x, memory, barriers);
-  if (threadIdx.x == kMultiplying) place.begin(4);
+
+  const int weight_bytes = args.tile_rows * kStageColumns;
+  const int stage_bytes = weight_bytes + 2 * kSliceBytes;
+  const uint32_t ring = (shared_address(memory) + 1023u) & ~1023u;
+  const uint32_t full = shared_address(barriers);
+  const uint32_t empty = full + 8 * kMaxStages;
+  const uint32_t rank = args.split > 1 ? cluster_rank() : 0;
+  const int first_tile = blockIdx.x / args.split;
+  const int first_chunk = args.chunks * static_cast<int>(rank) / args.split;
+  const int chunks = args.chunks * (static_cast<int>(rank) + 1) / args.split - first_chunk;
+
+  const int boxes = args.gated ? 2 : 1;
+  const int box_rows = args.tile_rows / boxes;
+  const int own_tiles = (args.tiles - first_tile + args.tile_step - 1) / args.tile_step;
+  const int total = own_tiles * chunks;
+  const int early = min(args.stages, total);
+  int next_tile = first_tile, next_chunk = 0;  // of the producer
+  auto advance = [&] {
+    if (++next_chunk == chunks) {
+      next_chunk = 0;
+      next_tile += args.tile_step;
+    }
+  };
+  auto load_weight = [&](int stage) {
+    barrier_expect(full + 8 * stage, stage_bytes);
+    for (int box = 0; box < boxes; ++box)
+      load_box(ring + stage * stage_bytes + box * box_rows * kStageColumns, &weight,
+               (first_chunk + next_chunk) * kStageColumns, next_tile * box_rows + box * args.features,
+               full + 8 * stage, kEvictFirst);
+  };
+  auto load_x = [&](int stage, int chunk) {
+#pragma unroll
+    for (int slice = 0; slice < 2; ++slice)
+      load_box(ring + stage * stage_bytes + weight_bytes + slice * kSliceBytes, &x,
+               (first_chunk + chunk) * kStageColumns + slice * kSliceColumns, 0, full + 8 * stage,
+               kEvictLast);
+  };
+  if (threadIdx.x == kMultiplying) {
+    for (int stage = 0; stage < args.stages; ++stage) {
+      barrier_init(full + 8 * stage, 1);
+      barrier_init(empty + 8 * stage, 4);
+    }
+    barrier_init_fence();
+    for (int i = 0; i < early; ++i, advance()) load_weight(i);
+    prefetch_map(&x);
+  }
   __syncthreads();
 
   if (threadIdx.x >= kMultiplying) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRequestingRegisters));
-    if (threadIdx.x == kMultiplying) place.go_on();
+    if (threadIdx.x == kMultiplying) {
+      let_dependents_start();
+      wait_for_predecessors();
+      for (int i = 0, chunk = 0; i < early; ++i) {
+        load_x(i, chunk);
+        if (++chunk == chunks) chunk = 0;
+      }
+      int stage = 0;
+      uint32_t parity = 0;
+      for (int i = early; i < total; ++i, advance()) {
+        barrier_wait(empty + 8 * stage, parity);
+        load_weight(stage);
+        load_x(stage, next_chunk);
+        if (++stage == args.stages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+    }
     __syncwarp();
     if (args.split > 1) {
       cluster_sync();
@@ -465,60 +314,78 @@ __global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
     const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);  // uniform, as the compiler sees it
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int pitch = args.tile_rows + 4;
-    float* sums = reinterpret_cast<float*>(memory + (place.ring - shared_address(memory)) + args.sums);
-    const int fragment_row = warp * 16 + (lane & 15), fragment_half = lane >> 4;
+    float* sums = reinterpret_cast<float*>(memory + (ring - shared_address(memory)) + args.sums);
+    // Of a thread's four matrices the rows 0 to 7 and 8 to 15 of two steps of 16 columns.
+    const int fragment_row = warp * 16 + (lane & 15);
+    const int fragment_half = lane >> 4;
     int turn = 0;  // stages of the tiles before
-    for (int tile = place.first_tile; tile < args.tiles; tile += args.tile_step, turn += place.chunks) {
+    for (int tile = first_tile; tile < args.tiles; tile += args.tile_step, turn += chunks) {
       float sum[kProducts][kColumns / 2];
-      RowScales scales[kProducts];
+      const float* scales[kProducts][2];
 #pragma unroll
       for (int part = 0; part < kProducts; ++part) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) sum[part][i] = 0.f;
-        scales[part].begin(args, tile, part * kProductRows + warp * 16 + lane / 4, place.first_chunk);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          scales[part][half] =
+              args.block_scales == nullptr
+                  ? nullptr
+                  : scales_of(args, tile, part * kProductRows + warp * 16 + lane / 4 + half * 8) +
+                        first_chunk;
       }
       // A stage is always the same group's, so that no group misses a phase of its barrier.
       const int first = (group + kGroups - turn % kGroups) % kGroups;
       int stage = (turn + first) % args.stages;
       uint32_t parity = (turn + first) / args.stages & 1;
-      if (first < place.chunks) {
+      float scale[kProducts][2];
+      auto load_scales = [&](int chunk) {
+        if (args.block_scales == nullptr) return;
 #pragma unroll
-        for (int part = 0; part < kProducts; ++part) scales[part].load(first);
-      }
-      for (int chunk = first; chunk < place.chunks; chunk += kGroups) {
-        const uint32_t at = place.ring + stage * place.stage_bytes;
-        barrier_wait(place.full + 8 * stage, parity);
+        for (int part = 0; part < kProducts; ++part)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) scale[part][half] = load_early(scales[part][half] + chunk);
+      };
+#pragma unroll
+      for (int part = 0; part < kProducts; ++part) scale[part][0] = scale[part][1] = 1.f;
+      if (first < chunks) load_scales(first);
+      for (int chunk = first; chunk < chunks; chunk += kGroups) {
+        const uint32_t at = ring + stage * stage_bytes;
+        barrier_wait(full + 8 * stage, parity);
 #pragma unroll
         for (int part = 0; part < kProducts; ++part) {
           const int row = part * kProductRows + fragment_row;
-          const uint64_t x_at = operand(at + place.weight_bytes);
-          uint32_t a[kStageSteps / 2][2][4];
-          float product[kColumns / 2];
+          uint32_t a[kStageSteps][4];
 #pragma unroll
           for (int pair = 0; pair < kStageSteps / 2; ++pair) {
             uint32_t bytes[4];
             load_matrices(bytes, at + row * kStageColumns + (((pair * 2 + fragment_half) ^ (row & 7)) << 4));
-            convert<Type>(a[pair], bytes);
-            products_begin();
 #pragma unroll
-            for (int step = 0; step < 2; ++step)
-              RegisterProduct<Type, kColumns>::run(
-                  product, a[pair][step],
-                  x_at + (pair / 2 * place.kSliceBytes + (pair % 2 * 2 + step) * 32) / 16, pair + step > 0);
-            products_commit();
+            for (int step = 0; step < 2; ++step) {
+              uint32_t(&to)[4] = a[pair * 2 + step];
+              to[0] = even_bytes<Type>(bytes[step * 2]);
+              to[1] = even_bytes<Type>(bytes[step * 2 + 1]);
+              to[2] = odd_bytes<Type>(bytes[step * 2]);
+              to[3] = odd_bytes<Type>(bytes[step * 2 + 1]);
+            }
           }
+          float product[kColumns / 2];
+          products_begin();
+          const uint64_t x_at = operand(at + weight_bytes);
+#pragma unroll
+          for (int step = 0; step < kStageSteps; ++step)
+            RegisterProduct<Type, kColumns>::run(
+                product, a[step], x_at + (step / 4 * kSliceBytes + step % 4 * 32) / 16, step > 0);
+          products_commit();
           products_wait<0>();
 #pragma unroll
           for (int i = 0; i < kColumns / 2; ++i) {
             asm volatile("" : "+f"(product[i])::"memory");
-            sum[part][i] += product[i] * scales[part].now[i / 2 % 2];
+            sum[part][i] += product[i] * scale[part][i / 2 % 2];
           }
         }
-        if (lane == 0) barrier_arrive(place.empty + 8 * stage);
-        if (chunk + kGroups < place.chunks) {
-#pragma unroll
-          for (int part = 0; part < kProducts; ++part) scales[part].load(chunk + kGroups);
-        }
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (chunk + kGroups < chunks) load_scales(chunk + kGroups);
         stage += kGroups;
         if (stage >= args.stages) {
           stage -= args.stages;
@@ -528,7 +395,7 @@ __global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
 
       // The groups' sums meet in shared memory, where the ring may have been: everybody has to be done with
       // it. A thread holds two weight rows (eight apart) of two columns in each group of eight columns.
-      sync_multiplying<kMultiplying>();
+      sync_multiplying<kGroups>();
       float* own = sums + group * args.rows * pitch;
 #pragma unroll
       for (int part = 0; part < kProducts; ++part) {
@@ -541,11 +408,11 @@ __global__ void __launch_bounds__(groups_of(kColumns, kProducts) * 128 + 128, 1)
       }
       if (args.split > 1) {
         cluster_sync();
-        finish<Type>(args, tile, place.rank, place.ring + args.sums, kGroups, kMultiplying);
+        finish<Type, kGroups>(args, tile, rank, ring + args.sums);
         cluster_sync();  // the sums must outlive the reads of the other blocks
       } else {
-        sync_multiplying<kMultiplying>();
-        finish<Type>(args, tile, 0, place.ring + args.sums, kGroups, kMultiplying);
+        sync_multiplying<kGroups>();
+        finish<Type, kGroups>(args, tile, 0, ring + args.sums);
       }
     }
   }
@@ -560,12 +427,7 @@ Kernel pick_products(int tile_rows) {
 }
 
 template <typename Type>
-Kernel pick(int padded, int tile_rows, bool by_warps) {
-  if (by_warps)
-    return padded == 8    ? few_rows_fp8_by_warps<Type, 8>
-           : padded == 16 ? few_rows_fp8_by_warps<Type, 16>
-           : padded == 32 ? few_rows_fp8_by_warps<Type, 32>
-                          : few_rows_fp8_by_warps<Type, 64>;
+Kernel pick(int padded, int tile_rows) {
   if (padded == 8) return pick_products<Type, 8>(tile_rows);
   if (padded == 16) return pick_products<Type, 16>(tile_rows);
   return padded == 32 ? pick_products<Type, 32>(tile_rows) : pick_products<Type, 64>(tile_rows);
@@ -576,12 +438,11 @@ Kernel pick(int padded, int tile_rows, bool by_warps) {
 
 // How one product is spread over the machine. Mirrored by a ctypes structure.
 struct Fp8LinearPlan {
-  int tile_rows;  // rows of W in a tile: a multiple of 16 up to 192
+  int tile_rows;  // rows of W in a tile: a multiple of 16 (gated: 32) up to 192
   int split;      // blocks that share K: 1, 2, 4 or 8
   int blocks;     // at most this many blocks if split is 1: then each takes several tiles
-  int stages;     // of the ring, a multiple of the warpgroups or teams that take turns
+  int stages;     // of the ring, a multiple of the warpgroups that multiply (groups_of)
   int early;      // 0: an ordinary launch, after everything ahead has finished
-  int by_warps;   // each warp multiplies by itself; tile_rows up to 240 then
 };
 
 // x: [rows, columns] bfloat16 (`half`: float16), `x_pitch` elements apart. weight: [features (with `gated` 2
@@ -596,11 +457,9 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   using namespace quickturn;
   const int tile_features = gated ? plan->tile_rows / 2 : plan->tile_rows;
   const int split = plan->split;
-  const bool by_warps = plan->by_warps != 0;
-  const int most_rows = by_warps ? kWarpThreads / 32 * 16 : 3 * kProductRows;
-  if (rows < 1 || rows > 64 || plan->tile_rows < 16 || plan->tile_rows > most_rows || plan->tile_rows % 16 ||
-      split < 1 || split > kMaxSplit || tile_features / split % 4 != 0 || plan->stages < 1 ||
-      plan->stages > kMaxStages || columns % 16 != 0)
+  if (rows < 1 || rows > 64 || plan->tile_rows < 16 || plan->tile_rows > 3 * kProductRows ||
+      plan->tile_rows % (gated ? 32 : 16) || split < 1 || split > kMaxSplit ||
+      tile_features / split % 4 != 0 || plan->stages < 1 || plan->stages > kMaxStages || columns % 16 != 0)
     return cudaErrorInvalidValue;
   const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   const int tiles = (features + tile_features - 1) / tile_features;
@@ -608,10 +467,9 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   const int stage_bytes = plan->tile_rows * kStageColumns + padded * kStageColumns * 2;
   const int ring_bytes = plan->stages * stage_bytes;
   // The last product of a stage may read beyond the tile, into whatever follows.
-  const int overread =
-      by_warps ? 0 : (kProductRows - plan->tile_rows % kProductRows) % kProductRows * kStageColumns;
+  const int overread = (kProductRows - plan->tile_rows % kProductRows) % kProductRows * kStageColumns;
   const int products = (plan->tile_rows + kProductRows - 1) / kProductRows;
-  const int groups = by_warps ? kWarpThreads / 32 / (plan->tile_rows / 16) : groups_of(padded, products);
+  const int groups = groups_of(padded, products);
   const int sums_bytes = groups * rows * (plan->tile_rows + 4) * 4;
   const bool one_tile = slots == tiles;
   Arguments args{};
@@ -637,7 +495,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
                   gated ? tile_features : plan->tile_rows, kStageColumns, 1) ||
       !encode_map(x_map, x, rows, columns, x_pitch, padded, kSliceColumns))
     return cudaErrorInvalidValue;
-  const Kernel kernel = (half ? pick<Half> : pick<Bfloat>)(padded, plan->tile_rows, by_warps);
+  const Kernel kernel = half ? pick<Half>(padded, plan->tile_rows) : pick<Bfloat>(padded, plan->tile_rows);
   const int behind = one_tile ? sums_bytes - ring_bytes : sums_bytes;
   const int shared = 1024 + ring_bytes + (behind > overread ? behind : overread);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
@@ -660,7 +518,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(slots * split);
-  config.blockDim = dim3(by_warps ? kWarpThreads + 32 : groups * 128 + 128);
+  config.blockDim = dim3(groups * 128 + 128);
   config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;

@@ -26,17 +26,13 @@ ones are its two pairs of a product's left operand (PTX ISA, wgmma: register fra
 UNITS = 132
 """Multiprocessors of an H100 or H200 (SXM): what plans are made for."""
 
-WARPS = 15
-WARP_ROWS = 16
-"""Where each warp multiplies by itself: how many do, and how many rows of the weight."""
-
+MAX_TILE_ROWS = 192
 PRODUCT_ROWS = 64
-MAX_PRODUCTS = 3
-MAX_STAGES = 32
+MAX_STAGES = 24
 RING_LIMIT = 231_000
 """Bytes of shared memory for one block."""
 
-MEMORY_RATE, CACHE_RATE, CONVERSION_RATE = 32.0, 65.0, 44.0
+MEMORY_RATE, CACHE_RATE, CONVERSION_RATE = 32.0, 65.0, 31.0
 """Bytes a nanosecond of one multiprocessor: its share of memory and of L2, and fp8 weights made 16 bits."""
 
 MEETING = 700.0
@@ -45,10 +41,9 @@ MEETING = 700.0
 
 @dataclass(frozen=True)
 class Plan:
-    """tile_rows: rows of the weight in a tile, a multiple of 16 up to 192 (by_warps: 240). split: blocks that
+    """tile_rows: rows of the weight in a tile, a multiple of 16 (gated: 32) up to 192. split: blocks that
     share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
-    block's ring, a multiple of `groups_of`. early: start before the kernel ahead has finished. by_warps: each
-    warp multiplies by itself.
+    block's ring, a multiple of `groups_of`. early: start before the kernel ahead has finished.
     """
 
     tile_rows: int
@@ -56,13 +51,10 @@ class Plan:
     blocks: int
     stages: int
     early: bool = True
-    by_warps: bool = False
 
 
 class _Plan(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "early", "by_warps")
-    ]
+    _fields_ = [(name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "early")]
 
 
 def permute_columns(weight: Tensor) -> Tensor:
@@ -119,12 +111,12 @@ def launch(
 
 
 @cache
-def choose(rows: int, weight_rows: int, columns: int, gated: bool, by_warps: bool = False) -> Plan:
+def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
     """The plan for a product with a weight of [weight_rows, columns] that should take least time."""
-    most = WARPS * WARP_ROWS if by_warps else MAX_PRODUCTS * PRODUCT_ROWS
     best, best_time = None, float("inf")
-    for tile_rows, split in product(range(most, 0, -16), (1, 2, 4, 8)):
-        plan = geometry(weight_rows, columns, tile_rows, split, by_warps)
+    unit = 32 if gated else 16
+    for tile_rows, split in product(range(MAX_TILE_ROWS, 0, -unit), (1, 2, 4, 8)):
+        plan = geometry(weight_rows, columns, tile_rows, split)
         if plan is not None and (time := _time(rows, weight_rows, columns, plan)) < best_time:
             best, best_time = plan, time
     assert best is not None
@@ -133,7 +125,7 @@ def choose(rows: int, weight_rows: int, columns: int, gated: bool, by_warps: boo
 
 def with_stages(plan: Plan, rows: int, features: int, gated: bool) -> Plan:
     """The plan with as many stages as there is room for."""
-    step = groups_of(rows, plan)
+    step = groups_of(rows, plan.tile_rows)
     fitting = [
         stages
         for stages in range(step, MAX_STAGES + 1, step)
@@ -142,11 +134,9 @@ def with_stages(plan: Plan, rows: int, features: int, gated: bool) -> Plan:
     return replace(plan, stages=max(fitting, default=step))
 
 
-def groups_of(rows: int, plan: Plan) -> int:
-    """Teams of warps, or warpgroups (groups_of in linear_fp8.cu), that take the stages in turn."""
-    if plan.by_warps:
-        return WARPS // (plan.tile_rows // WARP_ROWS)
-    products = -(-plan.tile_rows // PRODUCT_ROWS)
+def groups_of(rows: int, tile_rows: int) -> int:
+    """Warpgroups of a block that multiply (groups_of in linear_fp8.cu)."""
+    products = -(-tile_rows // PRODUCT_ROWS)
     if rows <= 16:
         return 4
     if rows <= 32:
@@ -154,19 +144,19 @@ def groups_of(rows: int, plan: Plan) -> int:
     return 3 if products == 1 else 2
 
 
-def geometry(weight_rows: int, columns: int, tile_rows: int, split: int, by_warps: bool) -> Plan | None:
-    """Tiles of `tile_rows`, their K in `split` parts, not yet with stages; None if that isn't possible or a
-    split wouldn't fit the machine at once.
+def geometry(weight_rows: int, columns: int, tile_rows: int, split: int) -> Plan | None:
+    """Tiles of `tile_rows`, their K in `split` parts, not yet with stages; None if that isn't possible or
+    a split wouldn't fit the machine at once.
     """
     tiles = -(-weight_rows // tile_rows)
     if split == 1:
         waves = -(-tiles // UNITS)
-        return Plan(tile_rows, 1, -(-tiles // waves), 1, by_warps=by_warps)
+        return Plan(tile_rows, 1, -(-tiles // waves), 1)
     # Clusters of four or eight don't fill every part of the machine: only where there's little to do.
     room = UNITS if split == 2 else UNITS // 2
     if tiles * split > room or -(-columns // BLOCK) < 2 * split or tile_rows // split % 8:
         return None
-    return Plan(tile_rows, split, UNITS, 1, by_warps=by_warps)
+    return Plan(tile_rows, split, UNITS, 1)
 
 
 def _time(rows: int, weight_rows: int, columns: int, plan: Plan) -> float:
@@ -176,11 +166,7 @@ def _time(rows: int, weight_rows: int, columns: int, plan: Plan) -> float:
     chunks = -(-columns // BLOCK)
     depth = -(-chunks // plan.split) * BLOCK * waves
     weight = plan.tile_rows * depth
-    if plan.by_warps:
-        members = plan.tile_rows // WARP_ROWS
-        converted = weight * WARPS / (WARPS // members * members)
-    else:
-        converted = -(-plan.tile_rows // PRODUCT_ROWS) * PRODUCT_ROWS * depth
+    converted = -(-plan.tile_rows // PRODUCT_ROWS) * PRODUCT_ROWS * depth
     busiest = max(weight / MEMORY_RATE, (weight + 2 * rows * depth) / CACHE_RATE, converted / CONVERSION_RATE)
     return busiest + (MEETING if plan.split > 1 else 0.0)
 
@@ -189,16 +175,16 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
     """Bytes of dynamic shared memory that the kernel will ask for (as computed in linear_fp8.cu)."""
     padded = next(n for n in (8, 16, 32, 64) if rows <= n)
     ring = plan.stages * (plan.tile_rows + 2 * padded) * BLOCK
-    sums = groups_of(rows, plan) * rows * (plan.tile_rows + 4) * 4
+    sums = groups_of(rows, plan.tile_rows) * rows * (plan.tile_rows + 4) * 4
     tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
-    overread = 0 if plan.by_warps else -plan.tile_rows % PRODUCT_ROWS * BLOCK
+    overread = -plan.tile_rows % PRODUCT_ROWS * BLOCK
     behind = sums - ring if plan.split > 1 or tiles <= plan.blocks else sums
     return 1024 + ring + max(overread, behind)
 
 
 @cache
 def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.early, plan.by_warps)
+    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.early)
 
 
 @cache
