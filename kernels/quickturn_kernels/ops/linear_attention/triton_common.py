@@ -3,9 +3,21 @@
 import triton
 import triton.language as tl
 
-from quickturn_kernels.ops.attention.triton_common import LOG2_E_CONST, dot
+from quickturn_kernels.ops.attention.triton_common import LOG2_E_CONST
 
 __all__ = ["dot", "exponential", "gates", "row_of", "silu"]
+
+
+@triton.jit
+def dot(a, b, UPCAST: tl.constexpr):
+    """a @ b accumulated in float32; UPCAST for Triton's interpreter.
+
+    Float32 operands are split into three narrower ones each: exact products of this size would be unrolled
+    into code that takes minutes to compile.
+    """
+    if UPCAST:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit

@@ -326,7 +326,7 @@ def prepare(
         SPARE_SLOTS=SPARE,
         ALIGNED=context_lens is not None,
         ROWS_PAD=rows_pad(rows),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         UPCAST=INTERPRETED,
         num_warps=4,
     )
