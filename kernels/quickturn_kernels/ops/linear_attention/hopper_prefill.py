@@ -183,7 +183,7 @@ def launch(
         made = prepare(q, k, a, b, a_log, dt_bias, query_start, context_lens, scale)
     out = torch.empty(v.shape, dtype=q.dtype, device=device)
     if groups is None:
-        # Two share what is loaded, but not the multiprocessor's time: measured better where rows are one chunk.
+        # Two share what is loaded, but gain no time otherwise: measured better where rows are one chunk.
         groups = 2 if max_query_len <= CHUNK and rows * heads >= describe(device).units else 1
     arguments = _Arguments(
         q=q.data_ptr(),
