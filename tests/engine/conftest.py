@@ -1,13 +1,23 @@
 """Engines on tiny random checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from driving import DEVICES, Checkpoint, Checkpoints
 from tiny import OPTIONS, random_checkpoint
 from transformers import PreTrainedModel
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
