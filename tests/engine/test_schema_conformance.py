@@ -27,7 +27,7 @@ def test_every_answer_is_valid_or_refused() -> None:
     print(f"seed {seed}")
     schemas: dict[int, dict[str, Any]] = {}
     refused = 0
-    with LLM("embedded", dtype="float32", memory=256 << 20, max_requests=32) as llm:
+    with LLM("embedded", dtype="bfloat16", memory=640 << 20, max_requests=96) as llm:
         for id, schema in enumerate([*drawn_schemas(seed, COUNT), *(schema for schema, _ in REFUSED)]):
             try:
                 constraint = Constraint(source(json_schema(schema)))
