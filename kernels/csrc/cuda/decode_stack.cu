@@ -221,7 +221,7 @@ extern "C" int quickturn_decode_stack(const quickturn::StackArguments* given, in
       args.kv_heads > blocks || args.block_tokens % stack::kKeys)
     return cudaErrorInvalidValue;
   int shared = 0;
-  for (args.stages = stack::kMaxStages; args.stages >= stack::kMinStages; --args.stages) {
+  for (args.stages = stack::kMaxStages; args.stages >= stack::kMinStages; args.stages -= stack::kPairs) {
     shared = 1024 + stack::layout_of(args).bytes;
     if (shared <= shared_limit) break;
   }

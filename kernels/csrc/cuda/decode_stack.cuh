@@ -39,7 +39,9 @@ constexpr int kHeadBytes = kDim * 2;
 constexpr int kGranule = 8;        // rows of a weight in one product, the N of the matrix instruction
 constexpr int kMaxChunk = 1024;    // columns of a granule that come together
 constexpr int kSlotBytes = 16384;  // of the ring: a granule's chunk, or a tile of keys and values
-constexpr int kMinStages = 4, kMaxStages = 14;
+// A multiple of the pairs, so that a stage is always the same pair's within a batch: a pair that waited for a
+// stage's next turn before another's had come would take the turn before that for it.
+constexpr int kMinStages = kPairs, kMaxStages = 3 * kPairs;
 constexpr int kBatchSlots = 32;  // whose sums are finished together
 constexpr int kMatrices = 4;     // of a layer: q|k|v, output, gate|up, down; attention follows the first
 constexpr int kMaps = 6;         // of a layer
