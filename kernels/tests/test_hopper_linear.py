@@ -30,27 +30,6 @@ needs_hopper = pytest.mark.skipif(
 needs_compiler = pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 
 
-@needs_compiler
-def test_compiles_without_a_gpu() -> None:
-    library = cuda_build.library((9, 0))
-    assert library.quickturn_linear_few_rows is not None
-    assert library.quickturn_rms_norm is not None
-
-
-@needs_compiler
-def test_kept_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cuda_build.build((9, 0))
-    monkeypatch.setattr(cuda_build, "compiler", lambda: None)
-    assert cuda_build.build((9, 0)) == path
-    assert cuda_build.available((9, 0))
-
-
-def test_no_kernels_for_other_architectures() -> None:
-    assert not cuda_build.available((8, 0))
-    with pytest.raises(cuda_build.CompileError, match="capability"):
-        cuda_build.build((8, 0))
-
-
 @pytest.mark.parametrize(
     ("weight_rows", "columns"), [*SHAPES, (24576, 4096), (4096, 12288), (8, 64), (128256, 8192)]
 )
