@@ -74,7 +74,10 @@ def load_parameters(
         exact = quantize is not None and matrix
         tensor = read(spec, source, torch.float32 if exact else dtype, device)
         if matrix:
-            return prepare_linear(tensor, quantize=quantize), None
+            laid_out = (
+                prepare_linear(tensor) if quantize is None else prepare_linear(tensor, quantize=quantize)
+            )
+            return laid_out, None
         return _quantized_stack(spec, tensor) if quantize == "fp8" else (tensor, None)
 
     quickturn_kernels.load()  # here, so that no two threads import the same tier
