@@ -1,5 +1,7 @@
 """Configurations: both spellings of rotary settings, windows, defaults, and what is refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from tiny import TINY
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from quickturn.cache.layout import StateGroup
 from quickturn.layers.rotary import Llama3Scaling, Rotary, cos_sin_table, frequencies
 from quickturn.models.config import UnsupportedModelError, decoder_shape, rotary_of, window_layers
 from quickturn.models.registry import architecture_of
@@ -134,3 +137,46 @@ def test_sizes_that_do_not_fit() -> None:
         decoder_shape({key: value for key, value in TINY.items() if key != "num_key_value_heads"}).kv_heads
         == 4
     )
+
+
+def test_cache_groups_of_hybrids() -> None:
+    """Attention first, states last; the shapes are the published ones."""
+    shapes = Path(__file__).parents[2] / "benchmarks/shapes"
+    hf = json.loads((shapes / "qwen3.5-35b-a3b/config.json").read_text())
+    full, state = architecture_of(hf).cache_groups()
+    assert (full.kind, full.layers) == ("full", tuple(range(3, 40, 4)))
+    assert isinstance(state, StateGroup)
+    assert state.layers == tuple(index for index in range(40) if index % 4 != 3)
+    assert (state.heads, state.key_dim, state.value_dim, state.channels, state.width) == (
+        32,
+        128,
+        128,
+        8192,
+        4,
+    )
+    nested = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": hf}
+    assert architecture_of(nested).cache_groups() == (full, state)
+    local = architecture_of(
+        TINY | {"model_type": "gemma3_text", "sliding_window": 9, "num_hidden_layers": 12}
+    )
+    assert [(group.kind, group.layers, group.window) for group in local.cache_groups()] == [
+        ("full", (5, 11), 0),
+        ("window", (0, 1, 2, 3, 4, 6, 7, 8, 9, 10), 9),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"model_type": "qwen3_5", "layer_types": ["full_attention"] * 2}, "2 entries for 3 layers"),
+        ({"model_type": "qwen3_5", "layer_types": ["mamba"] * 3}, "mamba"),
+        ({"model_type": "qwen3_5_moe_text", "num_experts": 4}, "lacks num_experts_per_tok"),
+        ({"model_type": "gpt_oss"}, "lacks num_local_experts"),
+    ],
+)
+def test_what_the_newer_families_refuse(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        architecture_of(TINY | config)
