@@ -383,10 +383,9 @@ cudaError_t launch(DecodeArguments args, long long cache_blocks, int blocks, int
   return cudaLaunchKernelEx(&config, kernel, k_map, v_map, args);
 }
 
-// For each kind of cache of one dtype: head_dim 64, 128 or 256.
 template <template <typename, int> typename Cache, typename Type>
-cudaError_t launch_any(const DecodeArguments& args, int head_dim, long long cache_blocks, int blocks,
-                       int early, cudaStream_t stream) {
+cudaError_t launch_dims(const DecodeArguments& args, int head_dim, long long cache_blocks, int blocks,
+                        int early, cudaStream_t stream) {
   const auto pick = [&](auto dim) {
     using Of = Cache<Type, decltype(dim)::value>;
     return args.k != nullptr ? launch<Of, true>(args, cache_blocks, blocks, early, stream)
@@ -395,6 +394,21 @@ cudaError_t launch_any(const DecodeArguments& args, int head_dim, long long cach
   if (head_dim == 64) return pick(std::integral_constant<int, 64>{});
   if (head_dim == 128) return pick(std::integral_constant<int, 128>{});
   return head_dim == 256 ? pick(std::integral_constant<int, 256>{}) : cudaErrorInvalidValue;
+}
+
+// See DecodeArguments for the arrays; pitches in elements. half: the model's type is float16, else bfloat16.
+// head_dim 64, 128 or 256; group up to 16; rows up to 1,024; block_tokens a power of two from 8 (of e4m3:
+// 16). early: start before the kernel ahead has finished, which must have written neither lens, tables nor
+// any key but this step's. Returns a cudaError_t.
+template <template <typename, int> typename Cache>
+int launch_any(const DecodeArguments* args, int half, int head_dim, long long cache_blocks, int blocks,
+               int early, void* stream) {
+  constexpr int kMaxRows = 1024, kLeastTokens = 16 / Cache<Half, 64>::kBytes;
+  if (args->rows < 1 || args->rows > kMaxRows || args->group < 1 || args->group > kQueryRows ||
+      args->block_tokens < kLeastTokens || (args->block_tokens & (args->block_tokens - 1)) || blocks < 1)
+    return cudaErrorInvalidValue;
+  const auto launch_as = half ? launch_dims<Cache, Half> : launch_dims<Cache, Bfloat>;
+  return launch_as(*args, head_dim, cache_blocks, blocks, early, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace decode_attention

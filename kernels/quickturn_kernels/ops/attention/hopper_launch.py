@@ -155,10 +155,9 @@ def launch(
         arguments.cos_sin, arguments.cos_sin_row_pitch = cos_sin.data_ptr(), cos_sin.stride(0)
         arguments.q_weight = None if q_weight is None else q_weight.data_ptr()
         arguments.k_weight = None if k_weight is None else k_weight.data_ptr()
-    code = _function(device)(
+    code = _function(device, fp8)(
         ctypes.byref(arguments),
         q.dtype == torch.float16,
-        fp8,
         head_dim,
         k_cache.shape[0],
         blocks,
@@ -173,12 +172,12 @@ def launch(
 
 
 @cache
-def _function(device: torch.device) -> "ctypes._FuncPointer":
-    function = library(describe(device).capability).quickturn_attention_decode
+def _function(device: torch.device, fp8: bool) -> "ctypes._FuncPointer":
+    kernels = library(describe(device).capability)
+    function = kernels.quickturn_attention_decode_fp8 if fp8 else kernels.quickturn_attention_decode
     whole = ctypes.c_int
     function.argtypes = [
         ctypes.POINTER(_Arguments),
-        whole,
         whole,
         whole,
         ctypes.c_longlong,
