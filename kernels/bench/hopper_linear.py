@@ -150,7 +150,6 @@ VARIANTS: dict[str, Change] = {
     "chosen": unchanged,
     "ordinary launches": lambda plan, name: replace(plan, early=False),
     "dependents at the end": lambda plan, name: replace(plan, trigger=0),
-    "x not shared by two blocks": lambda plan, name: replace(plan, pair=False),
 }
 """Ways to overlap the kernels of a step."""
 

@@ -3,7 +3,6 @@ GPU.
 """
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -85,27 +84,6 @@ def test_gated_against_the_composition(rows: int, features: int, columns: int) -
     want = torch.nn.functional.silu(gate) * up
     with kernels.use(linear_silu_and_mul="hopper"):
         assert _error(kernels.linear_silu_and_mul(x, weight, bias), want) < 8e-3
-
-
-@needs_hopper
-@pytest.mark.parametrize(
-    ("features", "columns", "gated"), [(6144, 4096, False), (24576, 4096, True), (96, 328, False)]
-)
-@pytest.mark.parametrize("rows", [17, 32, 33, 64])
-def test_two_blocks_that_share_x_compute_the_same(
-    rows: int, features: int, columns: int, gated: bool
-) -> None:
-    x, weight, bias = _operands(rows, features, columns, rows)
-    plan = choose(rows, features, columns, gated)
-    out = [
-        torch.full((rows, features // (2 if gated else 1)), float("nan"), device="cuda").bfloat16()
-        for _ in range(2)
-    ]
-    launch(x, weight, bias, out[0], replace(plan, pair=False), gated=gated)
-    for _ in range(5):
-        out[1].fill_(float("nan"))
-        launch(x, weight, bias, out[1], replace(plan, pair=True), gated=gated)
-        assert torch.equal(*out)
 
 
 @needs_hopper

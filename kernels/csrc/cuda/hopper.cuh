@@ -77,17 +77,6 @@ __device__ __forceinline__ void load_box(uint32_t to, const TensorMap* map, int 
       : "memory");
 }
 
-// The same for all blocks of the cluster whose bit is set in `blocks`: to the same places of each, and each
-// block's own barrier is told.
-__device__ __forceinline__ void load_shared_box(uint32_t to, const TensorMap* map, int column, int row,
-                                                uint32_t barrier, uint16_t blocks, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
-      : "memory");
-}
-
 // ---- Clusters
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -98,15 +87,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// Arrives at a barrier that lies at `barrier` in our own layout, in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 
 // Reads four floats at `address` of our own shared memory layout in block `rank` of the cluster.

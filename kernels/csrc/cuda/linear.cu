@@ -21,7 +21,6 @@ constexpr int kThreads = kConsumers + 32;
 constexpr int kMinStages = 2;  // a stage is released when the product of the next one has begun
 constexpr int kMaxStages = 16;
 constexpr int kMaxSplit = 8;
-constexpr int kPairRows = 16;  // more rows of x are worth sharing between two blocks
 
 struct Arguments {
   void* out;         // [rows, features], bfloat16 or float32
@@ -38,7 +37,6 @@ struct Arguments {
   int sums;       // bytes from the ring's start to the partial sums
   bool gated;     // half of a tile's rows are gate and half are up: out = silu(gate) * up
   bool wide;      // out is float32
-  bool pair;      // two blocks, of neighbouring tiles, share x: each loads half of its rows for both
 };
 
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
@@ -69,10 +67,8 @@ __device__ __forceinline__ void store4(const Arguments& args, int row, int featu
   }
 }
 
-// Sums the partial tiles of the blocks from `first_peer` on for this block's share of the features, and
-// stores them.
-__device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t first_peer,
-                                       uint32_t sums) {
+// Sums the partial tiles of the cluster for this block's share of the features, and stores them.
+__device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t rank, uint32_t sums) {
   const int pitch = args.tile_rows + 4;
   const int tile_features = args.gated ? args.tile_rows / 2 : args.tile_rows;
   const int share = tile_features / args.split;
@@ -90,7 +86,7 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
       float4 piece[kMaxSplit];
 #pragma unroll
       for (int peer = 0; peer < kMaxSplit; ++peer)
-        if (peer < args.split) piece[peer] = load_remote(address, first_peer + peer);
+        if (peer < args.split) piece[peer] = load_remote(address, peer);
 #pragma unroll
       for (int peer = 0; peer < kMaxSplit; ++peer) {
         if (peer < args.split) {
@@ -117,8 +113,10 @@ __device__ __forceinline__ void finish(const Arguments& args, int tile, uint32_t
 
 // kColumns: rows of x rounded up to 8, 16, 32 or 64. kProducts: products of 64 rows that cover a tile.
 // kSlices: 64-column slices of K in a stage.
+// The bounds are above the threads of a block to keep its registers few: while one kernel drains, a block of
+// the next has to fit beside it.
 template <int kColumns, int kProducts, int kSlices>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
     few_rows(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
              const Arguments args) {
   constexpr int kXBytes = kColumns * kSwizzled * 2;
@@ -132,7 +130,6 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t full = shared_address(barriers);
   const uint32_t empty = full + 8 * kMaxStages;
   const uint32_t rank = args.split > 1 ? cluster_rank() : 0;
-  const uint32_t pair_rank = args.pair ? cluster_rank() : 0;
   const int first_tile = blockIdx.x / args.split;
   const int first_chunk = args.chunks * static_cast<int>(rank) / args.split;
   const int chunks = args.chunks * (static_cast<int>(rank) + 1) / args.split - first_chunk;
@@ -160,29 +157,20 @@ __global__ void __launch_bounds__(kThreads)
   };
   auto load_x = [&](int stage, int chunk) {
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      const uint32_t to = ring + stage * stage_bytes + slice * slice_bytes + weight_bytes;
-      const int column = ((first_chunk + chunk) * kSlices + slice) * kSwizzled;
-      if (args.pair)
-        load_shared_box(to + pair_rank * (kXBytes / 2), &x, column, pair_rank * (kColumns / 2),
-                        full + 8 * stage, 3, kEvictLast);
-      else
-        load_box(to, &x, column, 0, full + 8 * stage, kEvictLast);
-    }
+    for (int slice = 0; slice < kSlices; ++slice)
+      load_box(ring + stage * stage_bytes + slice * slice_bytes + weight_bytes, &x,
+               ((first_chunk + chunk) * kSlices + slice) * kSwizzled, 0, full + 8 * stage, kEvictLast);
   };
   if (threadIdx.x == kConsumers) {
     for (int stage = 0; stage < args.stages; ++stage) {
       barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, kConsumers / 32 * (args.pair ? 2 : 1));
+      barrier_init(empty + 8 * stage, kConsumers / 32);
     }
     barrier_init_fence();
     for (int i = 0; i < early; ++i, advance()) load_weight(i);
     prefetch_map(&x);
   }
-  if (args.pair)
-    cluster_sync();
-  else
-    __syncthreads();
+  __syncthreads();
 
   if (threadIdx.x >= kConsumers) {
     if (threadIdx.x == kConsumers) {
@@ -216,18 +204,10 @@ __global__ void __launch_bounds__(kThreads)
       cluster_sync();
       cluster_sync();
     }
-    if (args.pair) cluster_sync();
     return;
   }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Whoever writes to a stage has to know that it was read: with a pair, both blocks do.
-  auto release = [&](int stage) {
-    if (args.pair && lane < 2)
-      barrier_arrive_remote(empty + 8 * stage, lane);
-    else if (!args.pair && lane == 0)
-      barrier_arrive(empty + 8 * stage);
-  };
   const int pitch = args.tile_rows + 4;
   float* sums = reinterpret_cast<float*>(memory + (ring - shared_address(memory)) + args.sums);
   int stage = 0;
@@ -253,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
       products_commit();
       if (previous >= 0) {
         products_wait<1>();
-        release(previous);
+        if (lane == 0) barrier_arrive(empty + 8 * previous);
       }
       previous = stage;
       if (++stage == args.stages) {
@@ -262,7 +242,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     products_wait<0>();
-    release(previous);
+    if (lane == 0) barrier_arrive(empty + 8 * previous);
 
     // The sums may lie where the ring was: every warp has to be done with it.
     consumers_sync();
@@ -279,14 +259,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (args.split > 1) {
       cluster_sync();
-      finish(args, tile, rank, 0, ring + args.sums);
+      finish(args, tile, rank, ring + args.sums);
       cluster_sync();  // the sums must outlive the reads of the other blocks
     } else {
       consumers_sync();
-      finish(args, tile, 0, pair_rank, ring + args.sums);
+      finish(args, tile, 0, ring + args.sums);
     }
   }
-  if (args.pair) cluster_sync();  // a block must not end before the other's last arrival
 }
 
 using Kernel = void (*)(TensorMap, TensorMap, Arguments);
@@ -307,7 +286,6 @@ struct LinearPlan {
   int blocks;     // at most this many blocks if split is 1: then each takes several tiles
   int stages;     // of the ring
   int trigger;    // stages still to be requested when the kernel behind may start
-  int pair;       // 1: two blocks share x, where there are more than 16 rows and one tile a block
   int early;      // 0: an ordinary launch, after everything ahead has finished
 };
 
@@ -348,12 +326,11 @@ extern "C" int quickturn_linear_few_rows(const void* x, long long x_pitch, const
   args.sums = one_tile ? 0 : ring_bytes;
   args.gated = gated != 0;
   args.wide = wide != 0;
-  args.pair = plan->pair && split == 1 && one_tile && slots % 2 == 0 && padded > kPairRows;
   if (split > args.chunks) return cudaErrorInvalidValue;
   TensorMap weight_map, x_map;
   if (!encode_map(weight_map, weight, gated ? 2ll * features : features, columns, columns,
                   gated ? tile_features : plan->tile_rows, kSwizzled) ||
-      !encode_map(x_map, x, rows, columns, x_pitch, args.pair ? padded / 2 : padded, kSwizzled))
+      !encode_map(x_map, x, rows, columns, x_pitch, padded, kSwizzled))
     return cudaErrorInvalidValue;
   Kernel kernel = padded == 8    ? pick<8>(plan->tile_rows)
                   : padded == 16 ? pick<16>(plan->tile_rows)
@@ -374,9 +351,9 @@ extern "C" int quickturn_linear_few_rows(const void* x, long long x_pitch, const
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (split > 1 || args.pair) {
+  if (split > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = args.pair ? 2 : split;
+    attributes[count].val.clusterDim.x = split;
     attributes[count].val.clusterDim.y = 1;
     attributes[count++].val.clusterDim.z = 1;
   }

@@ -29,9 +29,8 @@ AT_ONCE = 1 << 20
 class Plan:
     """tile_rows: rows of the weight in a tile, a multiple of 8 (gated: 16) up to 192. split: blocks that
     share a tile's K (1, 2, 4, 8). blocks: without split, how many blocks the tiles are dealt to. stages: of a
-    block's ring. trigger: the kernel behind may start when a block has so many stages left to request. pair:
-    two blocks, of neighbouring tiles, share x where it has more than 16 rows and each block has one tile.
-    early: start before the kernel ahead has finished.
+    block's ring. trigger: the kernel behind may start when a block has so many stages left to request. early:
+    start before the kernel ahead has finished.
     """
 
     tile_rows: int
@@ -39,14 +38,12 @@ class Plan:
     blocks: int
     stages: int
     trigger: int
-    pair: bool = False
     early: bool = True
 
 
 class _Plan(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_int)
-        for name in ("tile_rows", "split", "blocks", "stages", "trigger", "pair", "early")
+        (name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "trigger", "early")
     ]
 
 
@@ -141,7 +138,7 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
 
 @cache
 def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.pair, plan.early)
+    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.early)
 
 
 @cache
