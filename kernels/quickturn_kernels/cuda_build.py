@@ -172,6 +172,7 @@ def _flags(capability: tuple[int, int]) -> list[str]:
         f"-gencode=arch=compute_{target},code=sm_{target}",
         "-Xcompiler=-fPIC",
         "-ldl",
+        "-Xlinker=-z,defs",  # a source that needs another is refused when it is linked, not when it is loaded
     ]
 
 
