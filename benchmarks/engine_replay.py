@@ -160,9 +160,14 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", default=(), help="only these traces, such as trace_0538")
     parser.add_argument("--share", type=float, nargs="*", default=(1.0, 0.6), help="of the working set")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--most-answer", type=int, default=1 << 30, help="cut answers to so many tokens")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
-    runs = [measure(options.traces, share, options.names, options.device) for share in options.share]
+    torch.set_num_threads(1)  # matrices this small are no faster on more
+    runs = [
+        measure(options.traces, share, options.names, options.device, options.most_answer)
+        for share in options.share
+    ]
     for run in runs:
         print(json.dumps(run))
     if options.json:
