@@ -89,7 +89,7 @@ def test_stop_string_never_shows(client: openai.OpenAI, served: Served, stream: 
         messages=HELLO,
         stop=["GHI", "zzz"],
         stream=stream,
-        extra_body=script(text="ABCDEFGHIJKL" * 50, chunk=chunk),
+        extra_body=script(text="ABCDEFGHIJKL" * 50, chunk=chunk, endless=True),
     )
     parts = list(answer) if stream else [answer]
     text = "".join(
