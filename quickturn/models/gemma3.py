@@ -2,11 +2,11 @@
 all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quickturn.layers.rotary import Rotary
 from quickturn.models.base import Architecture
-from quickturn.models.blocks import decoder, gate_up_proj, qkv_proj
+from quickturn.models.blocks import attend, decoder, gate_up_proj, qkv_proj
 from quickturn.models.config import (
     DecoderShape,
     HfConfig,
@@ -18,7 +18,6 @@ from quickturn.models.config import (
     text_config,
 )
 from quickturn.models.declare import Declaration, Norm, Row
-from quickturn.models.mixers import Attend
 
 DEFAULTS = {
     "vocab_size": 262_208,
@@ -120,16 +119,9 @@ def decoder_layer(config: Gemma3Config, index: int) -> tuple[Declaration, ...]:
     hidden, eps = shape.hidden, shape.eps
     here = f"model.layers.{index}"
     attn, mlp = f"{here}.self_attn", f"{here}.mlp"
-    attend = Attend(
-        f"{attn}.attend",
-        layer=index,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+    attention = replace(
+        attend(attn, shape, index, norms=(f"{attn}.q_norm", f"{attn}.k_norm")),
         rotary=config.rotaries[index],
-        window=shape.windows[index],
-        norms=(f"{attn}.q_norm", f"{attn}.k_norm"),
-        eps=eps,
         norm_kind="offset",
         scale=config.scale,
         softcap=config.attention_softcap,
@@ -137,7 +129,7 @@ def decoder_layer(config: Gemma3Config, index: int) -> tuple[Declaration, ...]:
     return (
         Norm(f"{here}.input_layernorm", hidden, eps, "attn", adds=index > 0, kind="offset"),
         qkv_proj(attn, shape, config.attention_bias),
-        attend,
+        attention,
         Row(f"{attn}.o_proj", "attn", shape.heads * shape.head_dim, hidden, config.attention_bias),
         Norm(f"{here}.post_attention_layernorm", hidden, eps, "dense", adds=False, kind="offset"),
         Norm(f"{here}.pre_feedforward_layernorm", hidden, eps, "dense", kind="offset"),

@@ -1,10 +1,10 @@
 """gpt-oss: attention with sinks, every other layer windowed, and mixtures of experts with biases."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quickturn.layers.moe import Routing
 from quickturn.models.base import Architecture
-from quickturn.models.blocks import decoder, qkv_proj
+from quickturn.models.blocks import attend, decoder, qkv_proj
 from quickturn.models.config import (
     DecoderShape,
     HfConfig,
@@ -15,7 +15,6 @@ from quickturn.models.config import (
 )
 from quickturn.models.declare import Declaration, Norm, Row
 from quickturn.models.experts import Experts, Mix, of_experts
-from quickturn.models.mixers import Attend
 from quickturn.parallel.weights import MXFP4
 
 YARN = {
@@ -84,16 +83,6 @@ def decoder_layer(config: GptOssConfig, index: int) -> tuple[Declaration, ...]:
     shape, bias = config.shape, config.attention_bias
     here = f"model.layers.{index}"
     attn, mlp = f"{here}.self_attn", f"{here}.mlp"
-    attend = Attend(
-        f"{attn}.attend",
-        layer=index,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rotary=shape.rotary,
-        window=shape.windows[index],
-        sinks=f"{attn}.sinks",
-    )
     mix = Mix(
         f"{mlp}.experts",
         router=f"{mlp}.router",
@@ -108,7 +97,7 @@ def decoder_layer(config: GptOssConfig, index: int) -> tuple[Declaration, ...]:
     return (
         Norm(f"{here}.input_layernorm", shape.hidden, shape.eps, "attn", adds=index > 0, kind="wide"),
         qkv_proj(attn, shape, bias),
-        attend,
+        replace(attend(attn, shape, index), sinks=f"{attn}.sinks"),
         Row(f"{attn}.o_proj", "attn", shape.heads * shape.head_dim, shape.hidden, bias),
         Norm(f"{here}.post_attention_layernorm", shape.hidden, shape.eps, "moe", kind="wide"),
         mix,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from quickturn.layers.moe import Routing
 from quickturn.models.base import Architecture
-from quickturn.models.blocks import decoder, gate_up_proj, gated_qkv_proj
+from quickturn.models.blocks import attend, decoder, gate_up_proj, gated_qkv_proj
 from quickturn.models.config import DecoderShape, HfConfig, decoder_shape, layer_kinds, require
 from quickturn.models.declare import Column, Declaration, Norm, Part, Row
 from quickturn.models.experts import Mix, Shared, stored_experts
-from quickturn.models.mixers import Attend, Delta
+from quickturn.models.mixers import Delta
 from quickturn.parallel.placement import Axis
 
 
@@ -135,20 +135,10 @@ def full_attention(config: HybridConfig, index: int) -> tuple[Declaration, ...]:
     shape = config.shape
     attn = f"model.layers.{index}.self_attn"
     bias = config.attention_bias
-    attend = Attend(
-        f"{attn}.attend",
-        layer=index,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rotary=shape.rotary,
-        norms=(f"{attn}.q_norm", f"{attn}.k_norm"),
-        eps=shape.eps,
-        norm_kind="offset",
-        gated=True,
-    )
+    plain = attend(attn, shape, index, norms=(f"{attn}.q_norm", f"{attn}.k_norm"))
+    attention = replace(plain, norm_kind="offset", gated=True)
     out = Row(f"{attn}.o_proj", "attn", shape.heads * shape.head_dim, shape.hidden, bias)
-    return gated_qkv_proj(attn, shape, bias), attend, out
+    return gated_qkv_proj(attn, shape, bias), attention, out
 
 
 def linear_attention(config: HybridConfig, index: int) -> tuple[Declaration, ...]:

@@ -8,7 +8,7 @@ from quickturn.server.answering import begin, render
 from quickturn.server.anthropic_reply import DIALECT, MessageReply
 from quickturn.server.anthropic_turn import CountBody, MessagesBody, message_turn, prompt_turn
 from quickturn.server.body import read_body
-from quickturn.server.replying import answer, prepare
+from quickturn.server.replying import answer, json_response, prepare
 from quickturn.server.state import ServerState
 
 _MESSAGES = msgspec.json.Decoder(MessagesBody)
@@ -32,4 +32,4 @@ async def count_tokens(request: Request) -> Response:
     state.model_name(body.model)
     turn = prompt_turn(body)
     tokens = await prepare(request, lambda: len(render(state, turn)))
-    return Response(msgspec.json.encode({"input_tokens": tokens}), media_type="application/json")
+    return json_response({"input_tokens": tokens})

@@ -11,7 +11,7 @@ from quickturn.server.answering import Answers
 from quickturn.server.errors import ApiError, anthropic_body
 from quickturn.server.generation import Usage
 from quickturn.server.openai_objects import new_id
-from quickturn.server.streaming import StreamDialect
+from quickturn.server.streaming import StreamDialect, named_event
 from quickturn.text.answer_reader import AnswerEvent, Finished
 from quickturn.text.parsing.events import (
     ReasoningDelta,
@@ -109,11 +109,11 @@ class MessageReply:
                     yield self._start()
                 for event in piece.content:
                     for change in blocks.add(event):
-                        yield encode_event(change)
+                        yield named_event(change)
                     if isinstance(event, Finished):
                         usage = {"output_tokens": self._answers.usage.completion}
-                        yield encode_event({"type": "message_delta", "delta": _stop(event), "usage": usage})
-        yield encode_event({"type": "message_stop"})
+                        yield named_event({"type": "message_delta", "delta": _stop(event), "usage": usage})
+        yield named_event({"type": "message_stop"})
 
     def _start(self) -> bytes:
         message = {
@@ -123,7 +123,7 @@ class MessageReply:
             "stop_sequence": None,
             "usage": {**_input(self._answers.usage), "output_tokens": 0},
         }
-        return encode_event({"type": "message_start", "message": message})
+        return named_event({"type": "message_start", "message": message})
 
     def _head(self) -> Event:
         return {"id": new_id("msg"), "type": "message", "role": "assistant", "model": self._model}
@@ -145,16 +145,11 @@ def apply(change: Event, content: list[Event]) -> None:
             content[-1]["input"] = _object(content[-1]["input"])
 
 
-def encode_event(event: Event) -> bytes:
-    """`event` as a server-sent event of its type."""
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
-
-
 def _error_event(error: ApiError) -> bytes:
-    return encode_event(anthropic_body(error))
+    return named_event(anthropic_body(error))
 
 
-DIALECT = StreamDialect(encode_event({"type": "ping"}), _error_event)
+DIALECT = StreamDialect(named_event({"type": "ping"}), _error_event)
 
 
 def _object(arguments: str) -> Any:

@@ -10,7 +10,7 @@ from quickturn.server.anthropic_content import chat_messages
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import MAX_STOPS, CommonFields
 from quickturn.server.openai_format import read_response_format
-from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice
+from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice, read_function
 from quickturn.text.tools import Tool
 
 RETENTION_S = {"5m": 300.0, "1h": 3600.0}
@@ -104,23 +104,18 @@ def read_tools(tools: list[dict[str, Any]] | None) -> tuple[Tool, ...]:
     for index, tool in enumerate(tools or ()):
         if "input_schema" not in tool:
             continue
-        name, schema = tool.get("name"), tool["input_schema"]
-        if not isinstance(name, str) or not 1 <= len(name) <= 256:
-            raise invalid(f"tools.{index}.name", f"tools.{index}.name must be 1 to 256 characters")
-        if not isinstance(schema, dict):
+        read = read_function(tool, f"tools.{index}", "input_schema")
+        if tool["input_schema"] is None:
             raise invalid(f"tools.{index}.input_schema", f"tools.{index}.input_schema must be a JSON schema")
-        if name in found:
-            raise invalid(f"tools.{index}.name", f"tools has the name {name!r} more than once")
-        description = str(tool.get("description") or "")
-        function = {"name": name, "description": description, "parameters": schema}
-        definition = {"type": "function", "function": function}
-        found[name] = Tool(name, schema, description, tool.get("strict") is True, definition)
+        if read.name in found:
+            raise invalid(f"tools.{index}.name", f"tools has the name {read.name!r} more than once")
+        found[read.name] = read
     return tuple(found.values())
 
 
 def retention_seconds(body: CountBody) -> float:
     """How long the client wants its prompt kept: the longest `cache_control` in it; 0 without any."""
-    blocks: list[Any] = [body.cache_control, *(body.tools or ())]
+    blocks: list[Any] = list(body.tools or ())
     blocks += body.system if isinstance(body.system, list) else []
     for message in body.messages:
         content = message.get("content")

@@ -139,6 +139,12 @@ def routing_of(fields: CommonFields, tenant: str) -> Routing:
     return Routing(session, salt, fields.priority or 0, retention)
 
 
+def check_top_logprobs(count: int | None) -> None:
+    """Raise ApiError for more alternatives a token than are kept."""
+    if not 0 <= (count or 0) <= 20:
+        raise invalid("top_logprobs", f"top_logprobs must be between 0 and 20, got {count}")
+
+
 def checked_ids(ids: list[Any], place: str, vocab_size: int) -> list[int]:
     """Token ids that a client sent. Raises ApiError naming the one that isn't in the vocabulary."""
     for index, value in enumerate(ids):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quickturn.server.answering import Turn, begin
 from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
-from quickturn.server.fields import CommonFields, check_refused
+from quickturn.server.fields import CommonFields, check_refused, check_top_logprobs
 from quickturn.server.openai_chat_reply import ChatReply
 from quickturn.server.openai_format import read_output
 from quickturn.server.openai_tools import read_tool_choice, read_tools
@@ -92,8 +92,7 @@ def turn_of(body: ChatBody) -> Turn:
     """What the body asks for. Raises ApiError naming the field that is wrong."""
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
-    if not 0 <= (body.top_logprobs or 0) <= 20:
-        raise invalid("top_logprobs", f"top_logprobs must be between 0 and 20, got {body.top_logprobs}")
+    check_top_logprobs(body.top_logprobs)
     tools = read_tools(body.tools)
     template = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:

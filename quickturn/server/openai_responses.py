@@ -8,7 +8,7 @@ from quickturn.server.answering import begin
 from quickturn.server.body import read_body
 from quickturn.server.fields import tenant_of
 from quickturn.server.openai_objects import new_id
-from quickturn.server.replying import answer
+from quickturn.server.replying import answer, json_response
 from quickturn.server.responses_body import ResponsesBody, echo, response_turn
 from quickturn.server.responses_items import Item, input_items
 from quickturn.server.responses_reply import ResponseReply
@@ -51,8 +51,8 @@ async def stored_response(request: Request) -> Response:
     owner, id = tenant_of(request), request.path_params["id"]
     if request.method == "DELETE":
         state.responses.remove(id, owner)
-        return _json({"id": id, "object": "response", "deleted": True})
-    return _json(state.responses.get(id, owner).response)
+        return json_response({"id": id, "object": "response", "deleted": True})
+    return json_response(state.responses.get(id, owner).response)
 
 
 async def response_input(request: Request) -> Response:
@@ -60,8 +60,6 @@ async def response_input(request: Request) -> Response:
     state: ServerState = request.app.state.server
     owner, id = tenant_of(request), request.path_params["id"]
     items = list(state.responses.get(id, owner).input)
-    return _json({"object": "list", "data": items, "has_more": False, "first_id": None, "last_id": None})
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+    return json_response(
+        {"object": "list", "data": items, "has_more": False, "first_id": None, "last_id": None}
+    )

@@ -1,5 +1,6 @@
 """`tools` and `tool_choice` of the OpenAI chat API."""
 
+from dataclasses import replace
 from typing import Any
 
 from quickturn.server.answering import ToolChoice
@@ -25,16 +26,22 @@ def read_tools(tools: Any) -> tuple[Tool, ...]:
 
 def read_tool_choice(choice: Any, tools: tuple[Tool, ...]) -> ToolChoice:
     """`tool_choice`: a word, or the one function to call. Raises ApiError for one that can't be followed."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return chosen(choice, function.get("name") if isinstance(function, dict) else None, tools)
+
+
+def chosen(choice: Any, name: Any, tools: tuple[Tool, ...]) -> ToolChoice:
+    """A choice by OpenAI's words, or else by the `name` that an object in its place gives. Raises
+    ApiError.
+    """
     if choice is None or choice in ("auto", "none"):
         return ToolChoice(choice or "auto")
     if choice == "required":
         result = ToolChoice("required")
-    else:
-        function = choice.get("function") if isinstance(choice, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
-            raise invalid("tool_choice", "tool_choice must be 'auto', 'none', 'required' or name a function")
+    elif isinstance(name, str):
         result = ToolChoice("required", name)
+    else:
+        raise invalid("tool_choice", "tool_choice must be 'auto', 'none', 'required' or name a function")
     check_tool_choice(result, tools)
     return result
 
@@ -53,16 +60,24 @@ def _tool(tool: Any, place: str) -> Tool:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{place}.function", f"{place}.function must be an object")
-    name = function.get("name")
-    if not isinstance(name, str) or not name or len(name) > 256:
-        raise invalid(f"{place}.function.name", f"{place}.function.name must be 1 to 256 characters")
-    parameters = function.get("parameters")
+    return replace(read_function(function, f"{place}.function", "parameters"), definition=tool)
+
+
+def read_function(function: dict[str, Any], place: str, schema: str) -> Tool:
+    """A function that stands at `place`, its JSON schema under the key `schema`, null for none. It is
+    defined for chat templates as Chat Completions defines it. Raises ApiError naming what is wrong.
+    """
+    name, parameters = function.get("name"), function.get(schema)
+    if not isinstance(name, str) or not 1 <= len(name) <= 256:
+        raise invalid(f"{place}.name", f"{place}.name must be 1 to 256 characters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise invalid(f"{place}.function.parameters", f"{place}.function.parameters must be a JSON schema")
+        raise invalid(f"{place}.{schema}", f"{place}.{schema} must be a JSON schema")
+    description = str(function.get("description") or "")
+    inner = {"name": name, "description": description, "parameters": parameters or {}}
     return Tool(
         name=name,
         parameters=parameters or {},
-        description=str(function.get("description") or ""),
+        description=description,
         strict=function.get("strict") is True,
-        definition=tool,
+        definition={"type": "function", "function": inner},
     )

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from quickturn.server.anthropic_turn import CountBody, MessagesBody
 from quickturn.server.openai_chat import ChatBody
 from quickturn.server.openai_completions import CompletionBody
+from quickturn.server.replying import json_response
 from quickturn.server.responses_body import ResponsesBody
 from quickturn.server.tokens import DetokenizeBody, TokenizeBody
 from quickturn.version import __version__
@@ -115,7 +116,7 @@ OPERATIONS = (
 
 async def openapi(request: Request) -> Response:
     """The OpenAPI document of this server."""
-    return Response(msgspec.json.encode(document()), media_type="application/json")
+    return json_response(document())
 
 
 @cache

@@ -1,9 +1,10 @@
 """The way from a request to its answer that every generating endpoint takes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,6 +26,11 @@ class Reply(Protocol):
 
     def events(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events of a streamed answer."""
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """`value` as a JSON body."""
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def prepare(request: Request, work: Callable[[], Result]) -> Result:

@@ -6,9 +6,9 @@ import msgspec
 
 from quickturn.server.answering import ToolChoice, Turn
 from quickturn.server.errors import invalid
-from quickturn.server.fields import CommonFields, StreamOptions, check_refused
+from quickturn.server.fields import CommonFields, StreamOptions, check_refused, check_top_logprobs
 from quickturn.server.openai_format import read_response_format
-from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice
+from quickturn.server.openai_tools import MAX_TOOLS, chosen, read_function
 from quickturn.server.responses_items import Item, chat_messages
 from quickturn.text.tools import Tool
 
@@ -61,8 +61,7 @@ def response_turn(body: ResponsesBody, items: list[Item]) -> Turn:
     """
     check_refused({name: getattr(body, name) for name in _REFUSED}, {}, {})
     output = read_response_format((body.text or _TEXT).get("format"), "text.format")
-    if not 0 <= (body.top_logprobs or 0) <= 20:
-        raise invalid("top_logprobs", f"top_logprobs must be between 0 and 20, got {body.top_logprobs}")
+    check_top_logprobs(body.top_logprobs)
     tools = read_tools(body.tools)
     template = dict(body.chat_template_kwargs or {})
     effort = (body.reasoning or {}).get("effort")
@@ -129,29 +128,13 @@ def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
             raise invalid(place, f"{place} must be an object")
         if tool.get("type") != "function":
             continue
-        name, parameters = tool.get("name"), tool.get("parameters")
-        if not isinstance(name, str) or not 1 <= len(name) <= 256:
-            raise invalid(f"{place}.name", f"{place}.name must be 1 to 256 characters")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise invalid(f"{place}.parameters", f"{place}.parameters must be a JSON schema")
-        if name in found:
-            raise invalid("tools", f"tools has the name {name!r} more than once")
-        description = str(tool.get("description") or "")
-        function = {"name": name, "description": description, "parameters": parameters or {}}
-        definition = {"type": "function", "function": function}
-        found[name] = Tool(name, parameters or {}, description, tool.get("strict") is True, definition)
+        read = read_function(tool, place, "parameters")
+        if read.name in found:
+            raise invalid("tools", f"tools has the name {read.name!r} more than once")
+        found[read.name] = read
     return tuple(found.values())
 
 
 def _tool_choice(choice: Any, tools: tuple[Tool, ...]) -> ToolChoice:
-    if choice is None or choice in ("auto", "none"):
-        return ToolChoice(choice or "auto")
     named = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
-    if choice == "required":
-        result = ToolChoice("required")
-    elif isinstance(named.get("name"), str):
-        result = ToolChoice("required", named["name"])
-    else:
-        raise invalid("tool_choice", "tool_choice must be 'auto', 'none', 'required' or name a function")
-    check_tool_choice(result, tools)
-    return result
+    return chosen(choice, named.get("name"), tools)

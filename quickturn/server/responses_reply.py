@@ -12,6 +12,7 @@ from quickturn.server.errors import ApiError
 from quickturn.server.generation import Piece, Usage
 from quickturn.server.openai_objects import chat_logprobs
 from quickturn.server.responses_output import Event, Output
+from quickturn.server.streaming import named_event
 from quickturn.text.answer_reader import AnswerEvent, Finished
 from quickturn.text.parsing.events import ReasoningDelta, TextDelta
 from quickturn.text.vocabulary import Vocabulary
@@ -52,9 +53,9 @@ class ResponseReply:
 
         def event(fields: Event) -> bytes:
             nonlocal number
-            data = msgspec.json.encode({**fields, "sequence_number": number})
+            numbered = {**fields, "sequence_number": number}
             number += 1
-            return b"event: " + str(fields["type"]).encode() + b"\ndata: " + data + b"\n\n"
+            return named_event(numbered)
 
         yield event({"type": "response.created", "response": self._object("in_progress")})
         yield event({"type": "response.in_progress", "response": self._object("in_progress")})

@@ -1,10 +1,10 @@
 """`/health`, `/health/live`, `/metrics` and `/v1/models`: what there is, and how it is."""
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickturn.server.metrics import CONTENT_TYPE
+from quickturn.server.replying import json_response
 from quickturn.server.state import ServerState
 
 
@@ -34,8 +34,8 @@ async def models(request: Request) -> Response:
     state: ServerState = request.app.state.server
     asked = request.path_params.get("model")
     if asked is not None:
-        return _json(_model(state, state.model_name(asked)))
-    return _json({"object": "list", "data": [_model(state, name) for name in state.names]})
+        return json_response(_model(state, state.model_name(asked)))
+    return json_response({"object": "list", "data": [_model(state, name) for name in state.names]})
 
 
 def _model(state: ServerState, name: str) -> dict[str, object]:
@@ -50,9 +50,5 @@ def _model(state: ServerState, name: str) -> dict[str, object]:
 
 def _condition(trouble: str | None) -> Response:
     if trouble is None:
-        return _json({"status": "ok"})
-    return _json({"status": "unavailable", "message": trouble}, 503)
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "message": trouble}, 503)

@@ -30,6 +30,11 @@ def event_of(value: object) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """`value` as the JSON data of one event, which bears the name of its `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + event_of(value)
+
+
 @dataclass(frozen=True)
 class StreamDialect:
     """How an API says on a stream that it is still there, and that something went wrong."""

@@ -11,7 +11,7 @@ from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
 from quickturn.server.fields import CommonFields, checked_ids
 from quickturn.server.openai_tools import read_tools
-from quickturn.server.replying import prepare
+from quickturn.server.replying import json_response, prepare
 from quickturn.server.state import ServerState
 
 
@@ -47,7 +47,7 @@ async def tokenize(request: Request) -> Response:
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.max_context, "tokens": tokens}
     if body.return_token_strs:
         answer["token_strs"] = [state.tokenizer.vocabulary.token_text(token) for token in tokens]
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_response(answer)
 
 
 async def detokenize(request: Request) -> Response:
@@ -57,7 +57,7 @@ async def detokenize(request: Request) -> Response:
     state.model_name(body.model)
     ids = checked_ids(body.tokens, "tokens", state.vocab_size)
     text = await prepare(request, lambda: state.tokenizer.decode(ids, skip_special=False))
-    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+    return json_response({"prompt": text})
 
 
 def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:

@@ -3,12 +3,12 @@
 import time
 from importlib import resources
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickturn.engine.journal import Entry
+from quickturn.server.replying import json_response
 from quickturn.server.state import ServerState
 
 _STATS_TIMEOUT_S = 0.5
@@ -51,7 +51,7 @@ async def dashboard_state(request: Request) -> Response:
         "live": [_entry(entry, now) for entry in live],
         "ended": [_entry(entry, now) for entry in journal.ended],
     }
-    return Response(msgspec.json.encode(body), media_type="application/json", headers=_HEADERS)
+    return json_response(body, headers=_HEADERS)
 
 
 def _entry(entry: Entry, now: float) -> dict[str, object]:
