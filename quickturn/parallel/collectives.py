@@ -1,0 +1,108 @@
+"""What ranks can do together: the collectives that a compiled program calls, and those of one rank alone.
+
+`over` says which ranks take part: those that `over.members(rank)` lists, in that order. Where ranks have
+different numbers of tokens (requests of their own), `counts` are those numbers in the order of the group,
+zero included, known to every rank beforehand: what travels is padded to the largest, what comes back is not.
+Every rank gets the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from quickturn_kernels import add_rms_norm
+
+from quickturn.parallel.mesh import Groups
+
+Counts = Sequence[int]
+"""Tokens (size of dim 0) of each rank of a group."""
+
+
+class Collectives(Protocol):
+    """A rank's side of them. None of them waits for the device, so that a CUDA graph can record them.
+
+    Tensors are of any float or integer dtype unless said otherwise; results are new unless said otherwise.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank in the mesh."""
+
+    def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
+        """The sum over the ranks, on each of them; may reuse x's memory."""
+
+    def all_gather(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """The ranks' tensors one behind the other along `dim`. With `counts`, `dim` is 0."""
+
+    def reduce_scatter(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """This rank's part along `dim` of the sum over the ranks. Parts are equal, or `counts` long with
+        `dim` 0.
+        """
+
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        over: Groups,
+        split_dim: int,
+        concat_dim: int,
+        counts: Counts | None = None,
+    ) -> torch.Tensor:
+        """Part i along `split_dim` goes to rank i; what comes lies along `concat_dim` in the order of the
+        ranks. With `counts` one of the dims is 0, and that one is cut, or put together, in such parts.
+        """
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, over: Groups
+    ) -> torch.Tensor:
+        """`add_rms_norm(all_reduce(x), residual, weight, eps)`: x and residual `[T, H]`, the latter changed
+        in place.
+        """
+
+    def barrier(self) -> None:
+        """Returns when every rank of the mesh has called it."""
+
+
+class Alone:
+    """One rank: nothing to do."""
+
+    rank = 0
+
+    def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
+        """x."""
+        return x
+
+    def all_gather(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """x."""
+        return x
+
+    def reduce_scatter(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """x."""
+        return x
+
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        over: Groups,
+        split_dim: int,
+        concat_dim: int,
+        counts: Counts | None = None,
+    ) -> torch.Tensor:
+        """x."""
+        return x
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, over: Groups
+    ) -> torch.Tensor:
+        """`add_rms_norm(x, residual, weight, eps)`."""
+        return add_rms_norm(x, residual, weight, eps)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
