@@ -46,7 +46,8 @@ class ForwardBatch:
     block_tables: per full or window group int32 [R, max_blocks]. slot_mapping: the same, int64 [T],
     `block_id * block_tokens + offset`, -1 for tokens that are padding. max_query_len, max_context_len: host
     bounds. sample_rows: int64 [S], token indexes whose logits are wanted, or None for all. caches: one for
-    each decoder layer. states: one for each state group.
+    each decoder layer. states: one for each state group. dp_tokens, dp_samples: T and S of every group of
+    ranks that has requests of its own, in their order; empty where there is one group.
     """
 
     token_ids: torch.Tensor
@@ -61,6 +62,8 @@ class ForwardBatch:
     sample_rows: torch.Tensor | None
     caches: tuple[AnyCache, ...]
     states: tuple[StateRows, ...] = ()
+    dp_tokens: tuple[int, ...] = ()
+    dp_samples: tuple[int, ...] = ()
 
     def keys_and_values(self, layer: int) -> LayerCache:
         """The cache of an attention layer."""

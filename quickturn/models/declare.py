@@ -13,7 +13,7 @@ import torch
 from quickturn.layers import embedding, linear, norm
 from quickturn.layers.linear import LinearWeight
 from quickturn.layers.rotary import Rotary
-from quickturn.parallel.placement import Axis, Partial, Placement, Replicate, Shard, Step
+from quickturn.parallel.placement import Axis, Partial, Placed, Placement, Replicate, Shard, Step
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 Parameter = torch.Tensor | LinearWeight
@@ -56,6 +56,10 @@ class Declaration(Protocol):
     def name(self) -> str:
         """Name of the step, unique in the model."""
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """The parameters of this step."""
 
@@ -74,6 +78,11 @@ class Embed:
     hidden: int
     scale: float = 1.0
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, "vocab", Replicate(), Replicate(), "begin")
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[V, H]`."""
         segments = (Segment(f"{self.name}.weight", self.vocab),)
@@ -83,8 +92,7 @@ class Embed:
         """Ids `[T]` to the residual stream `[T, H]`."""
         table = materials.parameters[f"{self.name}.weight"]
         scale = float(torch.tensor(self.scale, dtype=table.dtype))
-        run = embedding.Embedding(table, scale)
-        return Step(self.name, "vocab", Replicate(), Replicate(), run, "begin")
+        return self.placed.step(embedding.Embedding(table, scale))
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,11 @@ class Norm:
     adds: bool = True
     kind: NormKind = "plain"
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, self.axis, Replicate(), Replicate(), "add_norm" if self.adds else "none")
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[H]`."""
         return (norm_weight(self.name, self.hidden, self.axis, self.kind),)
@@ -107,10 +120,8 @@ class Norm:
     def step(self, materials: Materials) -> Step:
         """`[T, H] -> [T, H]`."""
         weight = materials.tensor(f"{self.name}.weight")
-        if self.adds:
-            run = norm.AddNorm(weight, self.eps)
-            return Step(self.name, self.axis, Replicate(), Replicate(), run, "add_norm")
-        return Step(self.name, self.axis, Replicate(), Replicate(), norm.Norm(weight, self.eps))
+        kind = norm.AddNorm if self.adds else norm.Norm
+        return self.placed.step(kind(weight, self.eps))
 
 
 @dataclass(frozen=True)
@@ -149,13 +160,18 @@ class Column:
     parts: tuple[Part, ...]
     bias: bool = False
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, self.axis, Replicate(), Shard(-1))
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[sum of rows, columns]`, and `bias` `[sum of rows]`."""
         return linear_weights(self.name, self.axis, self.columns, self.parts, self.bias, Shard(0), Shard(0))
 
     def step(self, materials: Materials) -> Step:
         """`[T, K] -> [T, N]`."""
-        return Step(self.name, self.axis, Replicate(), Shard(-1), _linear(self.name, self.bias, materials))
+        return self.placed.step(_linear(self.name, self.bias, materials))
 
 
 @dataclass(frozen=True)
@@ -172,6 +188,11 @@ class GatedColumn:
     bias: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, self.axis, Replicate(), Shard(-1))
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[2 I, columns]`, the gate's rows first, and `bias` `[2 I]`."""
         parts = (self.gate, self.up)
@@ -181,7 +202,7 @@ class GatedColumn:
         """`[T, K] -> [T, I]`."""
         map = _linear(self.name, self.bias, materials)
         kind = linear.GatedLinear if self.activation == "silu" else linear.GeluGatedLinear
-        return Step(self.name, self.axis, Replicate(), Shard(-1), kind(map.weight, map.bias))
+        return self.placed.step(kind(map.weight, map.bias))
 
 
 @dataclass(frozen=True)
@@ -194,6 +215,11 @@ class Row:
     rows: int
     bias: bool = False
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, self.axis, Shard(-1), Partial())
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[rows, columns]`, and `bias` `[rows]`."""
         parts = (Part(self.name, self.rows),)
@@ -201,7 +227,7 @@ class Row:
 
     def step(self, materials: Materials) -> Step:
         """`[T, K] -> [T, N]`."""
-        return Step(self.name, self.axis, Shard(-1), Partial(), _linear(self.name, self.bias, materials))
+        return self.placed.step(_linear(self.name, self.bias, materials))
 
 
 @dataclass(frozen=True)
@@ -216,6 +242,11 @@ class Head:
     tensor: str
     softcap: float = 0.0
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, "vocab", Replicate(), Shard(-1))
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """`weight` `[V, H]`."""
         segments = (Segment(self.tensor, self.vocab),)
@@ -223,8 +254,7 @@ class Head:
 
     def step(self, materials: Materials) -> Step:
         """`[S, H] -> float32 [S, V]`."""
-        run = linear.Head(materials.matrix(f"{self.name}.weight"), self.softcap)
-        return Step(self.name, "vocab", Replicate(), Shard(-1), run)
+        return self.placed.step(linear.Head(materials.matrix(f"{self.name}.weight"), self.softcap))
 
 
 def norm_weight(name: str, size: int, axis: Axis, kind: NormKind = "plain") -> WeightSpec:

@@ -6,7 +6,7 @@ from typing import Literal
 from quickturn.layers import moe
 from quickturn.layers.moe import Router, Routing, SharedExpert, prepare_experts
 from quickturn.models.declare import Materials, Part, linear_weights
-from quickturn.parallel.placement import Partial, Replicate, Shard, Step
+from quickturn.parallel.placement import Partial, Placed, Replicate, Shard, Step
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 Range = tuple[int, int, int]
@@ -54,6 +54,11 @@ class Mix:
     shared: Shared | None = None
     activation: Literal["silu", "gpt_oss"] = "silu"
 
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, "moe", Replicate(), Partial())
+
     def weights(self) -> tuple[WeightSpec, ...]:
         """The router's `[E, H]`, the experts' `[E, 2I, H]` and `[E, H, I]`, the shared one's three."""
         found = list(
@@ -99,7 +104,7 @@ class Mix:
                 materials.matrix(f"{module}.down_proj.weight"),
                 materials.tensor(f"{self.shared.gate}.weight") if self.shared.gate else None,
             )
-        return Step(self.name, "moe", Replicate(), Partial(), moe.Mixture(router, experts, shared))
+        return self.placed.step(moe.Mixture(router, experts, shared))
 
     def _stack(
         self, what: str, stored: Stored, columns: int | None, placement: Shard | Partial

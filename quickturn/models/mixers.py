@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quickturn.layers import attention, linear_attention
 from quickturn.layers.rotary import Rotary
 from quickturn.models.declare import Materials, NormKind, norm_weight
-from quickturn.parallel.placement import Shard, Step
+from quickturn.parallel.placement import Placed, Shard, Step
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 
@@ -32,6 +32,11 @@ class Attend:
     gated: bool = False
     sinks: str = ""
     softcap: float = 0.0
+
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, "attn", Shard(-1), Shard(-1), mixes=True)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Norm weights `[D]`, the same for every head; sinks `[Hq]`."""
@@ -60,7 +65,7 @@ class Attend:
             sinks=materials.tensor(self.sinks) if self.sinks else None,
             softcap=self.softcap,
         )
-        return Step(self.name, "attn", Shard(-1), Shard(-1), run)
+        return self.placed.step(run)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class Delta:
     def channels(self) -> int:
         """What the convolution sees: all q, k and v."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def placed(self) -> Placed:
+        """Axis and placements of the step."""
+        return Placed(self.name, "attn", Shard(-1), Shard(-1), mixes=True)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """`conv1d.weight` `[C, W]`, q's channels first, then k's and v's; `A_log` and `dt_bias` `[Hv]` in
@@ -130,7 +140,7 @@ class Delta:
             norm_weight=materials.tensor(f"{self.module}.norm.weight"),
             eps=self.eps,
         )
-        return Step(self.name, "attn", Shard(-1), Shard(-1), run)
+        return self.placed.step(run)
 
     def _channels(self, tensor: str, start: int, count: int, unit: int) -> Segment:
         shape = (self.channels, 1, self.width)

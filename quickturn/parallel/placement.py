@@ -59,6 +59,26 @@ class Step:
     residual: Residual = "none"
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A step without what it runs: all that matters for moving data.
+
+    `mixes`: it reads other tokens of the request (their cache), so it runs where the request's ranks are; all
+    others work token by token.
+    """
+
+    name: str
+    axis: Axis
+    consumes: Placement
+    produces: Placement
+    residual: Residual = "none"
+    mixes: bool = False
+
+    def step(self, run: Run) -> Step:
+        """The step that runs `run`."""
+        return Step(self.name, self.axis, self.consumes, self.produces, run, self.residual)
+
+
 Conversion = Literal["none", "slice", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
