@@ -1,6 +1,6 @@
 """What every model is: a declared architecture, and the program of steps made from it and its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,11 @@ from quickturn.layers.rotary import Rotary, cos_sin_table
 from quickturn.models.declare import Declaration, Embed, Head, Materials, Norm, Parameter
 from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
+from quickturn.parallel import walk
+from quickturn.parallel.collectives import Collectives
 from quickturn.parallel.fuse import FusedDecode, fuse_decode
 from quickturn.parallel.placement import Run, Step, conversions
+from quickturn.parallel.program import Programs
 from quickturn.parallel.weights import WeightSpec
 
 
@@ -86,8 +89,20 @@ class Architecture:
         return *paged, *(StateGroup(tuple(layers), *shape) for shape, layers in states.items())
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What one rank of several needs besides its share of a model: the programs that all follow, and how they
+    talk to each other.
+    """
+
+    programs: Programs
+    collectives: Collectives
+
+
 class Model:
-    """A model that can run: the steps of an architecture, holding their weights."""
+    """A model that can run: the steps of an architecture, holding their weights; on one rank of several, its
+    share of them.
+    """
 
     def __init__(
         self,
@@ -95,9 +110,10 @@ class Model:
         steps: tuple[Step, ...],
         tail: int,
         fused: FusedDecode | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`tail` is the index of the first step that only the sampled tokens need. `fused`: the steps behind
-        the first as one, for the batches that it takes.
+        the first as one, for the batches that it takes. `ranks`: None for one rank alone.
         """
         self.architecture = architecture
         self.steps = steps
@@ -105,6 +121,12 @@ class Model:
         self._embed: Run = steps[0].run
         self._body: tuple[Run, ...] = tuple(step.run for step in steps[1:tail])
         self._tail: tuple[Run, ...] = tuple(step.run for step in steps[tail:])
+        self._ranks = ranks
+        self._programs = (
+            tuple(walk.actions(program, steps, ranks.collectives) for program in ranks.programs.programs)
+            if ranks
+            else ()
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -124,8 +146,11 @@ class Model:
         """Writes the batch's keys and values to the cache and returns float32 logits `[S, V]` of
         `batch.sample_rows`.
 
-        Nothing is read back to the host, so that a CUDA graph can record it.
+        Nothing is read back to the host, so that a CUDA graph can record it. On several ranks all of them
+        call it in the same step; each has the whole logits of its group's requests.
         """
+        if self._ranks is not None:
+            return walk.run(self._programs, self._ranks.programs, batch, self.vocab_size)
         ids = batch.token_ids
         residual = self._embed(ids, ids, batch)
         if self._fused is not None and self._fused.takes(batch):
@@ -144,10 +169,14 @@ class Model:
 
 
 def build(
-    architecture: Architecture, parameters: Mapping[str, Parameter], positions: int, device: torch.device
+    architecture: Architecture,
+    parameters: Mapping[str, Parameter],
+    positions: int,
+    device: torch.device,
+    ranks: Ranks | None = None,
 ) -> Model:
     """The model of `architecture` with `parameters` by the names of its weight specs, for contexts up to
-    `positions`.
+    `positions`. With `ranks` both are this rank's share.
 
     Raises PlacementError if two neighbouring steps don't fit together.
     """
@@ -159,7 +188,16 @@ def build(
     declarations = architecture.declarations()
     steps = tuple(declaration.step(materials) for declaration in declarations)
     conversions(steps)
-    last_mixer = max(
-        i for i, declaration in enumerate(declarations) if isinstance(declaration, Attend | Delta)
+    several = ranks is not None and ranks.programs.moves
+    return Model(
+        architecture,
+        steps,
+        tail_of(declarations),
+        None if several else fuse_decode(steps),
+        ranks if several else None,
     )
-    return Model(architecture, steps, last_mixer + 1, fuse_decode(steps))
+
+
+def tail_of(declarations: Sequence[Declaration]) -> int:
+    """Index of the first step that only the sampled tokens need: behind the last that reads other tokens."""
+    return 1 + max(i for i, declaration in enumerate(declarations) if declaration.placed.mixes)
