@@ -160,7 +160,7 @@ void bind_requests(nb::module_& m) {
              std::vector<std::int32_t> stop_token_ids, double arrival, std::int32_t priority,
              std::string session, std::optional<double> deadline, std::string cache_salt, std::string adapter,
              std::vector<std::pair<std::int64_t, std::uint64_t>> content,
-             std::vector<std::int64_t> boundaries, double retention) {
+             std::vector<std::int64_t> boundaries, double retention, bool fresh) {
             RequestSpec spec;
             spec.id = id;
             spec.max_tokens = max_tokens;
@@ -175,13 +175,14 @@ void bind_requests(nb::module_& m) {
             spec.content = std::move(content);
             spec.boundaries = std::move(boundaries);
             spec.retention = retention;
+            spec.fresh = fresh;
             new (self) PyRequest{std::move(spec), std::move(tokens)};
           },
           "id"_a, "tokens"_a.noconvert(), nb::kw_only(), "max_tokens"_a = 16, "min_tokens"_a = 0,
           "stop_token_ids"_a = std::vector<std::int32_t>{}, "arrival"_a = 0.0, "priority"_a = 0,
           "session"_a = "", "deadline"_a = nb::none(), "cache_salt"_a = "", "adapter"_a = "",
           "content"_a = std::vector<std::pair<std::int64_t, std::uint64_t>>{},
-          "boundaries"_a = std::vector<std::int64_t>{}, "retention"_a = 0.0)
+          "boundaries"_a = std::vector<std::int64_t>{}, "retention"_a = 0.0, "fresh"_a = false)
       .def_prop_ro("id", [](const PyRequest& self) { return self.spec.id; });
   nb::class_<PyResult>(m, "StepResult")
       .def(
@@ -243,6 +244,7 @@ void bind_scheduler(nb::module_& m) {
             return self.apply(result.step, span_of(result.tokens), counts, result.elapsed_us);
           },
           "result"_a)
+      .def("timed", &Scheduler::timed, "step"_a, "elapsed_us"_a)
       .def(
           "transfers_done",
           [](Scheduler& self,

@@ -139,7 +139,8 @@ class Request:
     end-of-sequence. `priority`: higher goes first. `deadline`: absolute time after which it ends with TIMEOUT. `cache_salt` and
     `adapter` keep cached prefixes apart. `content` are (position, digest) pairs of what stands behind placeholder tokens.
     `boundaries` are token positions where a state checkpoint is worth having (end of system prompt, end of tools). `retention`
-    keeps the blocks warm for so many seconds after the end, within `Policy.max_hold`.
+    keeps the blocks warm for so many seconds after the end, within `Policy.max_hold`. `fresh`: every token is computed, because the
+    logits of each are wanted; nothing that others cached is used, though others may use what this one caches.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Request:
         content: Sequence[tuple[int, int]] = (),
         boundaries: Sequence[int] = (),
         retention: float = 0.0,
+        fresh: bool = False,
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -303,6 +305,9 @@ class Scheduler:
         """The next step. None: nothing can run and nothing changed, or `pipeline_depth` plans wait for their `apply`."""
     def apply(self, result: StepResult) -> Applied:
         """Settle the oldest step that is out. Raises ValueError when `step`, `tokens` or `counts` don't belong to it."""
+    def timed(self, step: int, elapsed_us: float) -> None:
+        """What a step took whose `apply` didn't know it: ranks that plan alike are told by the one that measures. Raises
+        ValueError for a step that isn't among the last few such."""
     def transfers_done(self, ids: Int64Array | Sequence[int]) -> None:
         """These transfers are complete. Raises ValueError for an unknown id."""
     def match(self, tokens: Int32Array, *, cache_salt: str = "", adapter: str = "") -> int:

@@ -37,6 +37,7 @@ Need Scheduler::committed() const {
 }
 
 void Scheduler::admit() {
+  promise_holds_ = false;
   if (blocked_epoch_ == epoch_) return;
   blocked_epoch_ = epoch_;
   for (auto next = waiting_.begin(); next != waiting_.end() && slots_.free() > 0;) {
@@ -47,6 +48,7 @@ void Scheduler::admit() {
       continue;
     }
     if (!promise_allows_one_more()) {
+      promise_holds_ = true;
       blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
       return;
     }
@@ -70,7 +72,10 @@ bool Scheduler::promise_allows_one_more() const {
 Scheduler::Admission Scheduler::admit_one(Request& request) {
   Match match;
   if (request.hashing) {
-    const auto limit = static_cast<std::uint32_t>((request.known - 1) / config_.block_tokens);
+    // A fresh one that returns from a retraction goes on from what it computed itself.
+    const std::int32_t most =
+        request.fresh ? std::min(request.computed, request.known - 1) : request.known - 1;
+    const auto limit = static_cast<std::uint32_t>(most / config_.block_tokens);
     match = cache_.index().match(request.hashes, limit);
     if (follow(request, match)) return Admission::follows;
   }

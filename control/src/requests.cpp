@@ -145,7 +145,7 @@ double Scheduler::head_start(const Request& request) const {
   // Short prefills first: a request counts as arrived later by the time that its prefill takes, within the
   // fairness bound.
   std::int32_t cached = 0;
-  if (request.hashing) {
+  if (request.hashing && !request.fresh) {
     const auto limit = static_cast<std::uint32_t>((request.prompt - 1) / config_.block_tokens);
     cached =
         static_cast<std::int32_t>(cache_.index().match(request.hashes, limit).resume) * config_.block_tokens;
@@ -177,11 +177,12 @@ void Scheduler::add(const RequestSpec& spec) {
   request.retention = spec.retention;
   request.content = spec.content;
   request.hashing = config_.prefix_cache;
+  request.fresh = spec.fresh;
   if (request.hashing) {
     request.root = hasher_.root(spec.adapter, spec.cache_salt);
     hash_prompt(request, spec.tokens);
-    request.ceiling = std::min(request.prompt - 1,
-                               static_cast<std::int32_t>(seen_.see(request.hashes)) * config_.block_tokens);
+    const auto seen = static_cast<std::int32_t>(seen_.see(request.hashes));
+    request.ceiling = request.fresh ? 0 : std::min(request.prompt - 1, seen * config_.block_tokens);
   }
   want_checkpoints(request, spec);
   request.session = spec.session;

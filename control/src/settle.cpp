@@ -43,8 +43,12 @@ Applied Scheduler::apply(StepId step, std::span<const std::int32_t> tokens,
   applied_step_ = step;
   cache_.limbo().set_applied(step);
   ++counters_.steps;
-  model_.learn(flight.load, elapsed_us * 1e-6);
-  last_load_ = flight.load;
+  if (elapsed_us > 0) {
+    learn(flight.load, elapsed_us);
+  } else {
+    untimed_.emplace_back(step, flight.load);
+    if (untimed_.size() > kUntimed) untimed_.pop_front();
+  }
   Applied applied;
   applied.accepted.reserve(samples);
   std::size_t row = 0;
@@ -61,6 +65,23 @@ Applied Scheduler::apply(StepId step, std::span<const std::int32_t> tokens,
   if (cache_.limbo().release(applied_step_)) ++epoch_;
   spare_flights_.push_back(std::move(flight));
   return applied;
+}
+
+void Scheduler::timed(StepId step, double elapsed_us) {
+  const auto found = std::find_if(untimed_.begin(), untimed_.end(),
+                                  [step](const auto& settled) { return settled.first == step; });
+  if (found == untimed_.end()) {
+    throw std::invalid_argument("step " + std::to_string(step) +
+                                " isn't one that was settled lately without its time");
+  }
+  learn(found->second, elapsed_us);
+  untimed_.erase(found);
+}
+
+void Scheduler::learn(const StepLoad& load, double elapsed_us) {
+  last_predicted_ = model_.predict(load);
+  last_measured_ = elapsed_us * 1e-6;
+  model_.learn(load, last_measured_);
 }
 
 void Scheduler::settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied) {

@@ -7,7 +7,7 @@
 namespace quickturn::control {
 
 bool Scheduler::follow(Request& request, const Match& match) {
-  if (config_.policy.share_wait <= 0.0 || !request.hashing || match.shared >= request.hashes.size())
+  if (config_.policy.share_wait <= 0.0 || request.fresh || match.shared >= request.hashes.size())
     return false;
   if (request.share_until != 0.0 && now_ >= request.share_until) return false;
   const auto limit = static_cast<std::uint32_t>((request.known - 1) / config_.block_tokens);

@@ -34,6 +34,8 @@ struct RequestSpec {
   std::vector<std::pair<std::int64_t, std::uint64_t>> content;
   std::vector<std::int64_t> boundaries;
   double retention = 0.0;
+  // Computes every token itself, because the logits of each are wanted: nothing that others cached is used.
+  bool fresh = false;
 };
 
 // The order in which requests are admitted and prefilled: priority, then the virtual arrival, then the order
@@ -65,6 +67,7 @@ struct Request {
   SlotId slot = kNoSlot;
   std::uint8_t num_stops = 0;  // of `stops`, 255: look in `more_stops`
   bool hashing = false;
+  bool fresh = false;
   std::array<std::int32_t, 4> stops{};
   StepId last_step = -1;
   std::vector<std::int32_t> tail;  // known tokens after the last hashed block

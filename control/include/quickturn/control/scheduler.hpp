@@ -69,6 +69,9 @@ class Scheduler {
   // Settles the oldest step that is out. `counts` may be empty: one token for each sampled row.
   Applied apply(StepId step, std::span<const std::int32_t> tokens, std::span<const std::int32_t> counts,
                 double elapsed_us);
+  // What a step took that was settled without its time: ranks that plan alike learn it from the one that
+  // measures. Throws std::invalid_argument for a step that isn't one of the last few such.
+  void timed(StepId step, double elapsed_us);
 
   // These copies are complete. Throws std::invalid_argument for one that isn't in progress.
   void transfers_done(std::span<const TransferId> ids);
@@ -154,6 +157,7 @@ class Scheduler {
 
   // settle.cpp
   void settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied);
+  void learn(const StepLoad& load, double elapsed_us);
   std::int32_t accept(Request& request, std::span<const std::int32_t> tokens, std::optional<Reason>& over);
   bool is_stop(const Request& request, std::int32_t token) const;
   void settle_blocks(Request& request);
@@ -224,7 +228,9 @@ class Scheduler {
   std::set<std::pair<double, RequestId>> deadlines_;
   std::deque<Flight> flights_;
   std::vector<Flight> spare_flights_;
-  std::shared_ptr<StepPlan> draft_;  // collects what the next plan must say
+  static constexpr std::size_t kUntimed = 8;
+  std::deque<std::pair<StepId, StepLoad>> untimed_;  // settled lately, by ranks that measure nothing
+  std::shared_ptr<StepPlan> draft_;                  // collects what the next plan must say
   std::vector<std::shared_ptr<StepPlan>> plans_;
 
   std::unordered_map<Hash128, Request*, HashKey>
@@ -236,7 +242,9 @@ class Scheduler {
   TransferBook book_;
   SeenBlocks seen_;
   StepModel model_;
-  StepLoad last_load_;
+  double last_predicted_ = 0.0;  // seconds, before the step was learned from
+  double last_measured_ = 0.0;
+  bool promise_holds_ = false;      // somebody waits for a slot because more would break the promise
   std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
 
   Flight* building_ = nullptr;
