@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quickturn.files.errors import LoadError
-from quickturn.loading.source import take
+from quickturn.loading.source import box, take
 from quickturn.parallel.weights import Cut
 
 INDEX = "model.safetensors.index.json"
@@ -62,14 +61,9 @@ class SafetensorsSource:
         if cut is None:
             out.copy_(self._files[name].get_tensor(name))
             return
-        if cut.view == cut.shape:
-            # Only what is wanted of the first dimension is read: one expert of many.
-            start, stop, step = cut.at[0]
-            part = self._files[name].get_slice(name)[start:stop]
-            rest = replace(cut, view=tuple(part.shape), at=((0, stop - start, step), *cut.at[1:]))
-            out.copy_(take(part, rest).reshape(out.shape))
-        else:
-            out.copy_(take(self._files[name].get_tensor(name), cut).reshape(out.shape))
+        sides, rest = box(cut, (1,) * len(cut.shape))
+        part = self._files[name].get_slice(name)[tuple(slice(*side) for side in sides)]
+        out.copy_(take(part, rest).reshape(out.shape))
 
 
 def _shards(directory: Path) -> list[Path]:

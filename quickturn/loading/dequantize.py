@@ -15,14 +15,20 @@ _CHUNK = 1 << 20
 """Elements dequantised at a time: the float32 scratch stays in the cache."""
 
 
-def row_bytes(ggml_type: int, columns: int) -> int:
-    """Bytes of a row of `columns` elements. Raises LoadError for unknown types and for rows that aren't whole
-    blocks.
-    """
+def block_size(ggml_type: int) -> tuple[int, int]:
+    """Elements and bytes of a block. Raises LoadError for unknown types."""
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError):
         raise LoadError(f"ggml type {ggml_type} is not known to the installed gguf package") from None
+    return block, size
+
+
+def row_bytes(ggml_type: int, columns: int) -> int:
+    """Bytes of a row of `columns` elements. Raises LoadError for unknown types and for rows that aren't whole
+    blocks.
+    """
+    block, size = block_size(ggml_type)
     if columns % block:
         raise LoadError(f"rows of {columns} elements are not whole blocks of {block} (ggml type {ggml_type})")
     return columns // block * size

@@ -8,13 +8,13 @@ Scales of a cache in e4m3 are `k_scale` and `v_scale` of a decoder layer's atten
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8, dequantize
 
-from quickturn.loading.source import TensorSource, take
+from quickturn.loading.source import TensorSource, box, take
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 _CACHE_SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale")
@@ -58,14 +58,17 @@ class Fp8Source:
             self._source.read_into(name, out, cut)
             return
         shape = self._shapes[name]
-        stored, scale = self._stored(name, out.device), self.scale(name, out.device)
-        full = torch.empty(shape, dtype=out.dtype if cut is None else torch.float32, device=out.device)
+        whole = Cut(shape, shape, tuple((0, size, 1) for size in shape))
+        sides, rest = box(cut or whole, (*(1 for _ in shape[:-2]), BLOCK, BLOCK))
+        stored = self._stored(name, sides, out.device)
+        scale = _scale_of(self.scale(name, out.device), sides)
+        full = torch.empty(stored.shape, dtype=out.dtype if cut is None else torch.float32, device=out.device)
         if len(shape) == 2:
             dequantize(stored, scale, full)
         else:
             for matrix, by, target in zip(stored, scale, full, strict=True):
                 dequantize(matrix, by, target)
-        out.copy_(full if cut is None else take(full, cut).reshape(out.shape))
+        out.copy_(take(full, rest).reshape(out.shape))
 
     def scale(self, name: str, device: torch.device) -> torch.Tensor:
         """The scale of a matrix in e4m3, in float32: [1], [rows] or [blocks, blocks]."""
@@ -86,12 +89,14 @@ class Fp8Source:
         """
         if any(segment.tensor not in self._scales for segment in spec.segments):
             return None
-        if spec.columns is None or spec.wide or spec.offset:
+        if spec.columns is None or spec.wide or spec.offset or spec.zero:
+            return None
+        if any(segment.rows_read != segment.rows for segment in spec.segments):
             return None
         scales: list[torch.Tensor] = []
         row = 0
         for segment in spec.segments:
-            scale = self._segment_scale(segment, spec.columns, row, device)
+            scale = self._segment_scale(segment, row, device)
             if scale is None or (scales and scales[0].ndim != scale.ndim):
                 return None
             scales.append(scale)
@@ -104,7 +109,7 @@ class Fp8Source:
         weight = torch.empty((spec.rows, spec.columns), dtype=torch.uint8, device=device).view(FP8)
         row = 0
         for segment in spec.segments:
-            self._source.read_into(segment.tensor, weight[row : row + segment.rows], segment.cut)
+            self._source.read_into(segment.tensor, weight[row : row + segment.rows], segment.taken)
             row += segment.rows
         return weight.view(spec.shape), scale
 
@@ -120,23 +125,25 @@ class Fp8Source:
             found[layer] = (pair[0].item(), pair[1].item())
         return found
 
-    def _stored(self, name: str, device: torch.device) -> torch.Tensor:
-        stored = torch.empty(self._shapes[name], dtype=torch.uint8, device=device).view(FP8)
-        self._source.read_into(name, stored)
+    def _stored(self, name: str, sides: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+        shape = self._shapes[name]
+        size = [high - low for low, high in sides]
+        stored = torch.empty(size, dtype=torch.uint8, device=device).view(FP8)
+        self._source.read_into(name, stored, Cut(shape, shape, tuple((*side, 1) for side in sides)))
         return stored
 
-    def _segment_scale(
-        self, segment: Segment, columns: int, start: int, device: torch.device
-    ) -> torch.Tensor | None:
+    def _segment_scale(self, segment: Segment, start: int, device: torch.device) -> torch.Tensor | None:
         """The scales of a segment's rows, [rows] or of blocks; `start`: its first row in the whole."""
-        rows = _rows_of(segment, self._shapes[segment.tensor])
-        if rows is None:
+        found = _rows_of(segment, self._shapes[segment.tensor])
+        if found is None:
             return None
+        rows, (first_column, last_column) = found
         scale = self.scale(segment.tensor, device)
         if scale.ndim < 2:
             return scale.expand(segment.rows) if scale.numel() == 1 else scale[rows.to(device)]
-        if start % BLOCK or scale.shape[1] != -(-columns // BLOCK):
+        if start % BLOCK or first_column % BLOCK:
             return None
+        scale = scale[:, _blocks((first_column, last_column))]
         blocks = []
         for block in torch.split(rows, BLOCK):
             first = int(block[0])
@@ -146,13 +153,33 @@ class Fp8Source:
         return scale[blocks]
 
 
-def _rows_of(segment: Segment, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Which rows of its tensor a segment takes, in order; None if it takes anything but whole rows."""
+def _rows_of(segment: Segment, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, int]] | None:
+    """Which rows of its tensor a segment takes, in order, and which columns (start, stop) of them; None if it
+    takes anything else.
+    """
     if len(shape) != 2:
         return None
-    if segment.cut is None:
-        return torch.arange(shape[0])
-    cut = segment.cut
-    if cut.swapped or cut.view[-1] != shape[1] or cut.at[-1] != (0, shape[1], 1):
+    cut = segment.taken
+    if cut is None:
+        return torch.arange(shape[0]), (0, shape[1])
+    if cut.swapped or cut.view[-1] != shape[1] or cut.at[-1][2] != 1:
         return None
-    return take(torch.arange(shape[0])[:, None].expand(shape), cut)[..., 0].reshape(-1)
+    rows = take(torch.arange(shape[0])[:, None].expand(shape), cut)[..., 0].reshape(-1)
+    return rows, cut.at[-1][:2]
+
+
+def _scale_of(scale: torch.Tensor, sides: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The scales of a box of a matrix, or of a stack of them, whose sides are whole blocks."""
+    rows, columns = sides[-2:]
+    if len(sides) == 3:
+        scale = scale[slice(*sides[0])]
+        if scale.ndim < 3:
+            return scale[:, slice(*rows)] if scale.ndim == 2 and scale.shape[1] > 1 else scale
+    elif scale.ndim == 1:
+        return scale if scale.shape[0] == 1 else scale[slice(*rows)]
+    return scale if scale.shape[-2:] == (1, 1) else scale[..., _blocks(rows), _blocks(columns)]
+
+
+def _blocks(side: tuple[int, int]) -> slice:
+    """The blocks that cover elements start to stop."""
+    return slice(side[0] // BLOCK, -(-side[1] // BLOCK))

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType
 
 from quickturn.files.errors import LoadError
 from quickturn.files.gguf_header import GgufHeader, GgufTensor, read_header
-from quickturn.loading.dequantize import dequantize_into, row_bytes
-from quickturn.loading.source import take
+from quickturn.loading.dequantize import block_size, dequantize_into, row_bytes
+from quickturn.loading.source import box, take
 from quickturn.parallel.weights import Cut
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -92,17 +92,27 @@ class GgufSource:
 
     def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
         """Dequantise tensor `name`, or that part of it, to `out`, casting on the way."""
-        if cut is not None:
-            whole = torch.empty(cut.shape, dtype=out.dtype)
-            self.read_into(name, whole)
-            out.copy_(take(whole, cut).reshape(out.shape))
+        tensor = self._tensors[name]
+        raw = self._raw(tensor)
+        heads = self._heads.get(name.split(".")[-2]) if self.family == "llama" else None
+        if cut is None or len(cut.shape) == 1:
+            whole = out if cut is None else torch.empty(cut.shape, dtype=out.dtype)
+            if heads:
+                raw = _unpermute(raw if whole.ndim == 2 else raw.view(whole.shape[0], -1), heads)
+            target = whole if whole.ndim == 2 else whole.unsqueeze(0)
+            dequantize_into(raw.view(target.shape[0], -1), tensor.ggml_type, target)
+            if cut is not None:
+                out.copy_(take(whole, cut).reshape(out.shape))
             return
-        raw = self._raw(self._tensors[name])
-        heads = self._heads.get(name.split(".")[-2])
-        if self.family == "llama" and heads:
-            raw = _unpermute(raw if out.ndim == 2 else raw.view(out.shape[0], -1), heads)
-        target = out if out.ndim == 2 else out.unsqueeze(0)
-        dequantize_into(raw.view(target.shape[0], -1), self._tensors[name].ggml_type, target)
+        block, size = block_size(tensor.ggml_type)
+        head = tensor.shape[0] // heads if heads else 1
+        ((low, high), (first, last)), rest = box(cut, (head, block))
+        raw = raw[low:high, first // block * size : last // block * size].contiguous()
+        if heads:
+            raw = _unpermute(raw, (high - low) // head)
+        part = torch.empty((high - low, last - first), dtype=out.dtype)
+        dequantize_into(raw, tensor.ggml_type, part)
+        out.copy_(take(part, rest).reshape(out.shape))
 
     def _raw(self, tensor: GgufTensor) -> torch.Tensor:
         rows = tensor.shape[0] if len(tensor.shape) == 2 else 1

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from quickturn.loading.source import TensorSource, take
+from quickturn.loading.source import TensorSource, box, take
 from quickturn.parallel.weights import MXFP4, Cut
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -49,26 +49,26 @@ class MxfpSource:
         return None if name.endswith(MXFP4) else self._source.stored_bits(name)
 
     def read_into(self, name: str, out: torch.Tensor, cut: Cut | None = None) -> None:
-        """As the source does; packed tensors are dequantised. A part of one must be cut by whole experts."""
+        """As the source does; packed tensors are dequantised. Of a part of one
+        the blocks are read that hold it."""
         if not name.endswith(MXFP4):
             self._source.read_into(name, out, cut)
             return
         whole = self._shapes[name]
-        first, last = (0, whole[0]) if cut is None else cut.at[0][:2]
+        cut = cut or Cut(whole, whole, tuple((0, size, 1) for size in whole))
+        sides, rest = box(cut, (*(1 for _ in whole[:-1]), BLOCK))
+        first, last = sides[-1][0] // BLOCK, sides[-1][1] // BLOCK
         blocks, scales = (
             self._bytes(
-                f"{name.removesuffix(MXFP4)}_{part}", (*whole[:-1], whole[-1] // BLOCK, *width), first, last
+                f"{name.removesuffix(MXFP4)}_{part}",
+                (*whole[:-1], whole[-1] // BLOCK, *width),
+                (*sides[:-1], (first, last), *((0, size) for size in width)),
             )
             for part, width in (("blocks", (16,)), ("scales", ()))
         )
-        floats = dequantize(blocks, scales)
-        if cut is not None:
-            at = ((0, last - first, 1), *cut.at[1:])
-            floats = take(floats, Cut(tuple(floats.shape), tuple(floats.shape), at, cut.swapped))
-        out.copy_(floats.reshape(out.shape))
+        out.copy_(take(dequantize(blocks, scales), rest).reshape(out.shape))
 
-    def _bytes(self, name: str, shape: tuple[int, ...], first: int, last: int) -> torch.Tensor:
-        part = torch.empty((last - first, *shape[1:]), dtype=torch.uint8)
-        at = ((first, last, 1), *((0, size, 1) for size in shape[1:]))
-        self._source.read_into(name, part, Cut(shape, shape, at))
+    def _bytes(self, name: str, shape: tuple[int, ...], sides: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        part = torch.empty([high - low for low, high in sides], dtype=torch.uint8)
+        self._source.read_into(name, part, Cut(shape, shape, tuple((*side, 1) for side in sides)))
         return part

@@ -21,7 +21,8 @@ from quickturn.files.errors import LoadError
 from quickturn.loading.fp8 import Fp8Source
 from quickturn.loading.source import TensorSource
 from quickturn.parallel.placement import Replicate
-from quickturn.parallel.weights import WeightSpec, stored_shape
+from quickturn.parallel.shards import Place, local_weights
+from quickturn.parallel.weights import Share, WeightSpec, stored_shape
 
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
@@ -44,8 +45,11 @@ def load_parameters(
     device: torch.device,
     progress: Progress | None = None,
     quantization: Quantization = "none",
+    place: Place | None = None,
 ) -> dict[str, torch.Tensor | LinearWeight]:
-    """Every parameter of `specs` on `device`, by name. Raises LoadError if `source` and `specs` don't match.
+    """Every parameter of `specs` on `device`, by name; of each the part that the rank at `place` holds, and
+    nothing else is read. Raises LoadError if `source` and `specs` don't match, PlacementError for weights
+    that can't be shared out so.
 
     Stacks of matrices in e4m3 have their scales under `.scale` behind their name.
 
@@ -54,13 +58,19 @@ def load_parameters(
     """
     specs = choose(specs, source.shapes())
     check_names(specs, source.shapes())
-    first_use: dict[str, WeightSpec] = {}
+    if place is not None:
+        specs = local_weights(specs, place)
+    first_use: dict[tuple[str, Share | None], WeightSpec] = {}
     for spec in specs:
         for segment in spec.segments:
-            first_use.setdefault(segment.tensor, spec)
-    own = [spec for spec in specs if all(first_use[segment.tensor] is spec for segment in spec.segments)]
-    tied = [spec for spec in specs if spec not in own]
-    heads = {first_use[spec.segments[0].tensor].name for spec in tied if spec.use == "linear"}
+            first_use.setdefault((segment.tensor, segment.share), spec)
+    users = {
+        spec.name: {first_use[segment.tensor, segment.share].name for segment in spec.segments}
+        for spec in specs
+    }
+    own = [spec for spec in specs if users[spec.name] == {spec.name}]
+    tied = [spec for spec in specs if users[spec.name] != {spec.name}]
+    heads = {user for spec in tied if spec.use == "linear" for user in users[spec.name]}
     total = sum(_elements(spec) for spec in specs)
 
     def load(spec: WeightSpec) -> Loaded:
@@ -94,7 +104,7 @@ def load_parameters(
     for spec in tied:
         if len(spec.segments) > 1:
             raise LoadError(f"{spec.name} is tied to a weight that can't be shared")
-        parameters[spec.name] = parameters[first_use[spec.segments[0].tensor].name]
+        parameters[spec.name] = parameters[users[spec.name].pop()]
     if progress is not None:
         progress(total, total)
     return parameters
@@ -131,10 +141,14 @@ def read(spec: WeightSpec, source: TensorSource, dtype: torch.dtype, device: tor
     """
     columns = () if spec.columns is None else (spec.columns,)
     tensor = torch.empty((spec.rows, *columns), dtype=torch.float32 if spec.wide else dtype, device=device)
+    if spec.zero:
+        return tensor.zero_().view(spec.shape)
     row = 0
     for segment in spec.segments:
-        source.read_into(segment.tensor, tensor[row : row + segment.rows], segment.cut)
-        row += segment.rows
+        part, row = tensor[row : row + segment.rows], row + segment.rows
+        if segment.rows_read:
+            source.read_into(segment.tensor, part[: segment.rows_read], segment.taken)
+        part[segment.rows_read :].zero_()
     if spec.offset:
         tensor += spec.offset
     return tensor.view(spec.shape)

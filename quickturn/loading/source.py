@@ -1,5 +1,6 @@
 """What a loader must be able to do, whatever the file format."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
@@ -32,6 +33,35 @@ def take(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
     be."""
     part = tensor.reshape(cut.view)[tuple(slice(*at) for at in cut.at)]
     return part.transpose(-1, -2) if cut.swapped else part
+
+
+def box(cut: Cut, align: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], Cut]:
+    """The smallest box (start, stop) of a tensor's dimensions that holds what `cut` takes, and the cut of
+    that box. Its sides are multiples of `align`, or where the tensor ends.
+    """
+    grouped = len(cut.view) - len(cut.shape)
+    at, group = cut.at, 1
+    if grouped:
+        # Rows in groups: whole groups are taken, as many as the alignment wants.
+        group = math.prod(cut.view[1 : grouped + 1])
+        at = (cut.at[0], *cut.at[grouped + 1 :])
+    sides, inner, view = [], [], []
+    for dim, ((start, stop, step), size, unit) in enumerate(zip(at, cut.shape, align, strict=True)):
+        scale = group if dim == 0 else 1
+        unit = math.lcm(unit, scale)
+        low = start * scale // unit * unit
+        high = min(size, -(-stop * scale // unit) * unit)
+        sides.append((low, high))
+        inner.append((start - low // scale, stop - low // scale, step))
+        view.append((high - low) // scale)
+    box_shape = tuple(high - low for low, high in sides)
+    middle = cut.view[1 : grouped + 1]
+    return tuple(sides), Cut(
+        box_shape,
+        (view[0], *middle, *view[1:]),
+        (inner[0], *cut.at[1 : grouped + 1], *inner[1:]),
+        cut.swapped,
+    )
 
 
 class RenamedSource:

@@ -1,7 +1,7 @@
 """What every model is: a declared architecture, and the program of steps made from it and its weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from quickturn.parallel.collectives import Collectives
 from quickturn.parallel.fuse import FusedDecode, fuse_decode
 from quickturn.parallel.placement import Run, Step, conversions
 from quickturn.parallel.program import Programs
+from quickturn.parallel.shards import Place
 from quickturn.parallel.weights import WeightSpec
 
 
@@ -42,6 +43,23 @@ class Architecture:
         """Every step in the order of execution."""
         inner = (declaration for layer in self.layers for declaration in layer)
         return (self.embed, *inner, self.norm, self.head)
+
+    def on(self, place: Place) -> "Architecture":
+        """What the rank at `place` runs: fewer heads and experts. What it holds is `local_weights` of these
+        weights. Raises PlacementError for what can't be shared out so.
+        """
+        last = len(self.layers) - 1
+
+        def share(declaration: Declaration, layer: int) -> Declaration:
+            match declaration:
+                case Attend() | Delta():
+                    return declaration.on(place)
+                case Mix():
+                    return declaration.on(place, tail=layer == last)
+            return declaration
+
+        layers = (tuple(share(each, i) for each in layer) for i, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every parameter."""

@@ -14,8 +14,8 @@ def qkv_proj(attn: str, shape: DecoderShape, bias: bool) -> Column:
     dim = shape.head_dim
     parts = (
         Part(f"{attn}.q_proj", shape.heads * dim, dim),
-        Part(f"{attn}.k_proj", shape.kv_heads * dim, dim),
-        Part(f"{attn}.v_proj", shape.kv_heads * dim, dim),
+        Part(f"{attn}.k_proj", shape.kv_heads * dim, dim, repeats=True),
+        Part(f"{attn}.v_proj", shape.kv_heads * dim, dim, repeats=True),
     )
     return Column(f"{attn}.qkv_proj", "attn", shape.hidden, parts, bias)
 
@@ -53,8 +53,8 @@ def gated_qkv_proj(attn: str, shape: DecoderShape, bias: bool) -> Column:
     )
     parts = (
         query,
-        Part(f"{attn}.k_proj", shape.kv_heads * dim, dim),
-        Part(f"{attn}.v_proj", shape.kv_heads * dim, dim),
+        Part(f"{attn}.k_proj", shape.kv_heads * dim, dim, repeats=True),
+        Part(f"{attn}.v_proj", shape.kv_heads * dim, dim, repeats=True),
         gate,
     )
     return Column(f"{attn}.qkvg_proj", "attn", shape.hidden, parts, bias)

@@ -127,8 +127,8 @@ class Norm:
 @dataclass(frozen=True)
 class Part:
     """One of the matrices fused into a column-parallel linear: checkpoint module, output rows, rows that stay
-    together. With `group`, the matrix is part of a larger one in the checkpoint, which has `groups` times
-    `group` rows: an equal share of each group, from its row `start`.
+    together; `repeats`: see `Segment`. With `group`, the matrix is part of a larger one in the checkpoint,
+    which has `groups` times `group` rows: an equal share of each group, from its row `start`.
     """
 
     module: str
@@ -137,17 +137,18 @@ class Part:
     start: int = 0
     group: int = 0
     groups: int = 1
+    repeats: bool = False
 
     def segment(self, suffix: str, columns: int | None) -> Segment:
         """Where the rows of parameter `suffix` come from."""
         name = f"{self.module}.{suffix}"
         if not self.group:
-            return Segment(name, self.rows, self.unit)
+            return Segment(name, self.rows, self.unit, repeats=self.repeats)
         width = () if columns is None else (columns,)
         taken = (self.start, self.start + self.rows // self.groups, 1)
         at = ((0, self.groups, 1), taken, *((0, size, 1) for size in width))
         cut = Cut((self.groups * self.group, *width), (self.groups, self.group, *width), at)
-        return Segment(name, self.rows, self.unit, cut)
+        return Segment(name, self.rows, self.unit, cut, self.repeats)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Declaration of a mixture of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quickturn.layers import moe
 from quickturn.layers.moe import Router, Routing, SharedExpert, prepare_experts
 from quickturn.models.declare import Materials, Part, linear_weights
-from quickturn.parallel.placement import Partial, Placed, Replicate, Shard, Step
+from quickturn.parallel.placement import Partial, Placed, PlacementError, Replicate, Shard, Step
+from quickturn.parallel.shards import Place
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 Range = tuple[int, int, int]
@@ -41,7 +42,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mix:
-    """A mixture of experts: Replicate to Partial, every expert's inner features shared out."""
+    """A mixture of experts: Replicate to Partial, experts and every expert's inner features shared out.
+
+    `first`: the first of the experts that are here, None if all are. `gathered`: its tokens aren't the
+    batch's, one for one.
+    """
 
     name: str
     router: str
@@ -53,6 +58,8 @@ class Mix:
     router_bias: bool = False
     shared: Shared | None = None
     activation: Literal["silu", "gpt_oss"] = "silu"
+    first: int | None = None
+    gathered: bool = False
 
     @property
     def placed(self) -> Placed:
@@ -82,6 +89,16 @@ class Mix:
             found += self._shared_weights(self.shared)
         return tuple(found)
 
+    def on(self, place: Place, tail: bool = False) -> "Mix":
+        """What the rank at `place` computes: its experts, of the router's choice among all. `tail`: it sees
+        only sampled tokens. Raises PlacementError for a number of experts that can't be shared out.
+        """
+        index, ranks = place.experts()
+        if self.count % ranks:
+            raise PlacementError(f"{self.name} has {self.count} experts, which {ranks} ranks can't share")
+        first = None if ranks == 1 else index * self.count // ranks
+        return replace(self, first=first, gathered=place.mesh.dp > 1 or (tail and place.mesh.world > 1))
+
     def step(self, materials: Materials) -> Step:
         """`[T, H] -> [T, H]`."""
         biased = bool(self.experts.gate_up_bias)
@@ -104,7 +121,7 @@ class Mix:
                 materials.matrix(f"{module}.down_proj.weight"),
                 materials.tensor(f"{self.shared.gate}.weight") if self.shared.gate else None,
             )
-        return self.placed.step(moe.Mixture(router, experts, shared))
+        return self.placed.step(moe.Mixture(router, experts, shared, self.first, self.gathered))
 
     def _stack(
         self, what: str, stored: Stored, columns: int | None, placement: Shard | Partial

@@ -1,11 +1,12 @@
 """Declarations of what mixes tokens: attention over a cache, and linear attention with a state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quickturn.layers import attention, linear_attention
 from quickturn.layers.rotary import Rotary
 from quickturn.models.declare import Materials, NormKind, norm_weight
-from quickturn.parallel.placement import Placed, Shard, Step
+from quickturn.parallel.placement import Placed, PlacementError, Shard, Step
+from quickturn.parallel.shards import Place
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
 
 
@@ -45,6 +46,18 @@ class Attend:
             return norms
         segments = (Segment(self.sinks, self.heads),)
         return *norms, WeightSpec(self.sinks, segments, None, "vector", "attn", Shard(0))
+
+    def on(self, place: Place) -> "Attend":
+        """The heads that the rank at `place` holds. With fewer heads of keys and values than ranks, several
+        ranks hold the same. Raises PlacementError for heads that can't be shared out so.
+        """
+        ranks = place.part("attn")[1]
+        if self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise PlacementError(
+                f"{self.name} has {self.heads} heads and {self.kv_heads} of keys and values, which {ranks}"
+                " ranks can't share"
+            )
+        return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     def step(self, materials: Materials) -> Step:
         """Fused `q|k|v` or `q|k|v|gate` `[T, ...] -> [T, Hq D]`."""
@@ -126,6 +139,17 @@ class Delta:
             *of_heads,
             norm_weight(f"{self.module}.norm", self.value_dim, "attn"),
         )
+
+    def on(self, place: Place) -> "Delta":
+        """The heads that the rank at `place` holds. Raises PlacementError for heads that can't be shared out
+        so.
+        """
+        ranks = place.part("attn")[1]
+        if self.key_heads % ranks:
+            raise PlacementError(
+                f"{self.name} has {self.key_heads} key heads, which {ranks} ranks can't share"
+            )
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def step(self, materials: Materials) -> Step:
         """`q|k|v|z|b|a` `[T, ...] -> [T, Hv Dv]`."""

@@ -62,6 +62,19 @@ class Collectives(Protocol):
         in place.
         """
 
+    def reduce_scatter_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        over: Groups,
+        counts: Counts | None = None,
+    ) -> torch.Tensor:
+        """`add_rms_norm(reduce_scatter(x), residual, weight, eps)`, scattered over tokens: residual and
+        result are of this rank's tokens.
+        """
+
     def barrier(self) -> None:
         """Returns when every rank of the mesh has called it."""
 
@@ -100,6 +113,18 @@ class Alone:
 
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, over: Groups
+    ) -> torch.Tensor:
+        """`add_rms_norm(x, residual, weight, eps)`."""
+        return add_rms_norm(x, residual, weight, eps)
+
+    def reduce_scatter_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        over: Groups,
+        counts: Counts | None = None,
     ) -> torch.Tensor:
         """`add_rms_norm(x, residual, weight, eps)`."""
         return add_rms_norm(x, residual, weight, eps)

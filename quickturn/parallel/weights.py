@@ -2,7 +2,8 @@
 on the mesh.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quickturn.parallel.placement import Axis, Placement
@@ -28,18 +29,41 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A rank's part of what a segment gives: of its shape `whole`, these rows and columns (start, stop)."""
+
+    whole: tuple[int, ...]
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class Segment:
     """The rows of a parameter that one checkpoint tensor gives. Each segment is sharded by itself, in whole
     units.
 
-    `unit` is the number of rows that stay together: the dims of a head. `cut`: which part of the tensor,
-    None for all of it, in the shape that the parameter has.
+    `unit` is the number of rows that stay together: the dims of a head. `repeats`: several ranks hold the
+    same unit where there are fewer units than ranks (heads of keys and values). `cut`: which part of the
+    tensor, None for all of it, in the shape that the parameter has. `share`: which part of that, None for
+    all; of `rows` rows those behind its own are zeros.
     """
 
     tensor: str
     rows: int
     unit: int = 1
     cut: Cut | None = None
+    repeats: bool = False
+    share: Share | None = None
+
+    @property
+    def taken(self) -> Cut | None:
+        """The part of the tensor that is read: `share` of `cut`; None for all of it."""
+        return self.cut if self.share is None else narrowed(self.cut, self.share)
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that the tensor gives."""
+        return self.rows if self.share is None else self.share.rows[1] - self.share.rows[0]
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,8 @@ class WeightSpec:
 
     `alternatives`: other segments that give the same rows, for checkpoints that store them in another way.
     `stack`: the rows belong to so many matrices, one below the other (0: it is one). `wide`: float32 whatever
-    the model's dtype. `offset` is added to every element (norms that store their weight less one).
+    the model's dtype. `offset` is added to every element (norms that store their weight less one). `zero`:
+    nothing is read, it is zeros here.
     """
 
     name: str
@@ -66,6 +91,7 @@ class WeightSpec:
     stack: int = 0
     wide: bool = False
     offset: float = 0.0
+    zero: bool = False
 
     @property
     def rows(self) -> int:
@@ -83,4 +109,35 @@ def stored_shape(spec: WeightSpec, segment: Segment) -> tuple[int, ...]:
     """Shape of the checkpoint tensor that `segment` of `spec` is taken from."""
     if segment.cut is not None:
         return segment.cut.shape
+    if segment.share is not None:
+        return segment.share.whole
     return (segment.rows,) if spec.columns is None else (segment.rows, spec.columns)
+
+
+def narrowed(cut: Cut | None, share: Share) -> Cut:
+    """`share` of the rows and columns that `cut` gives. Raises ValueError for rows that no cut can give: they
+    begin or end within what one index of a dimension of `cut` holds.
+    """
+    if cut is None:
+        columns = () if share.columns is None else ((*share.columns, 1),)
+        return Cut(share.whole, share.whole, ((*share.rows, 1), *columns))
+    at = list(cut.at)
+    order = list(range(len(at)))
+    if cut.swapped:
+        order[-2:] = order[-1], order[-2]
+    if share.columns is not None:
+        at[order[-1]] = _within(at[order.pop()], share.columns)
+    lengths = [len(range(*at[dim])) for dim in order]
+    first = next((place for place, length in enumerate(lengths) if length > 1), len(lengths) - 1)
+    inner = math.prod(lengths[first + 1 :])
+    start, stop = share.rows
+    if start % inner or stop % inner:
+        raise ValueError(f"rows {start} to {stop} of {cut} are not whole: {inner} belong together")
+    at[order[first]] = _within(at[order[first]], (start // inner, stop // inner))
+    return replace(cut, at=tuple(at))
+
+
+def _within(of: tuple[int, int, int], part: tuple[int, int]) -> tuple[int, int, int]:
+    start, _, step = of
+    first, last = part
+    return start + first * step, start + (last - 1) * step + 1 if last > first else start + first * step, step

@@ -1,0 +1,181 @@
+"""Collectives over torch.distributed: gloo between processes on CPUs, NCCL between GPUs.
+
+The caller has initialised the default process group, whose ranks are the mesh's.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import torch
+import torch.distributed as distributed
+from quickturn_kernels import add_rms_norm
+
+from quickturn.parallel.collectives import Alone, Collectives, Counts
+from quickturn.parallel.mesh import Groups, Mesh, MeshAxis
+
+# torch 2.13 renamed them.
+_GATHER: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_SCATTER: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+
+
+class ProcessGroups:
+    """torch's process groups by their ranks, each made once."""
+
+    def __init__(self) -> None:
+        """None is made yet."""
+        self._made: dict[tuple[int, ...], distributed.ProcessGroup] = {}
+
+    def of(self, groups: Iterable[Sequence[int]], rank: int) -> distributed.ProcessGroup | None:
+        """The group among `groups` that global rank `rank` is in; None if it's alone there, or in none.
+
+        Every process of the default group must call this with the same groups in the same order.
+        """
+        found = None
+        for members in groups:
+            key = tuple(members)
+            if len(key) == 1:
+                continue
+            if key not in self._made:
+                self._made[key] = distributed.new_group(list(key))
+            if rank in key:
+                found = self._made[key]
+        return found
+
+
+class Communicator:
+    """A rank's collectives, one process group for each kind of group of ranks."""
+
+    def __init__(self, rank: int, world: int, groups: dict[Groups, distributed.ProcessGroup]) -> None:
+        """Rank `rank` of a mesh of `world`; `groups`: of every kind that has more than one rank, the process
+        group of this one.
+        """
+        self.rank = rank
+        self._world = Groups(world)
+        self._groups = groups
+
+    def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
+        """See `Collectives`."""
+        if over.size > 1:
+            x = x.contiguous()
+            distributed.all_reduce(x, group=self._groups[over])
+        return x
+
+    def all_gather(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """See `Collectives`."""
+        if over.size == 1:
+            return x
+        most = None if counts is None else max(counts)
+        if most is not None and x.shape[0] < most:
+            x = _padded(x, most)
+        gathered = x.new_empty((over.size, *x.shape))
+        _GATHER(gathered, x.contiguous(), group=self._groups[over])
+        return _joined(gathered, dim, counts)
+
+    def reduce_scatter(
+        self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
+    ) -> torch.Tensor:
+        """See `Collectives`."""
+        if over.size == 1:
+            return x
+        parts = _parts(x, over.size, dim, counts)
+        mine = parts.new_empty(parts.shape[1:])
+        _SCATTER(mine, parts, group=self._groups[over])
+        return mine if counts is None else mine[: counts[over.index(self.rank)]]
+
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        over: Groups,
+        split_dim: int,
+        concat_dim: int,
+        counts: Counts | None = None,
+    ) -> torch.Tensor:
+        """See `Collectives`."""
+        if over.size == 1:
+            return x
+        split = None if counts is None or split_dim else counts
+        if counts is not None and split is None:
+            x = _padded(x, max(counts))
+        sent = _parts(x, over.size, split_dim, split)
+        came = torch.empty_like(sent)
+        distributed.all_to_all_single(came, sent, group=self._groups[over])
+        if split is not None:
+            came = came[:, : split[over.index(self.rank)]]
+        return _joined(came, concat_dim, counts if split is None else None)
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, over: Groups
+    ) -> torch.Tensor:
+        """See `Collectives`."""
+        return add_rms_norm(self.all_reduce(x, over), residual, weight, eps)
+
+    def reduce_scatter_add_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        over: Groups,
+        counts: Counts | None = None,
+    ) -> torch.Tensor:
+        """See `Collectives`."""
+        return add_rms_norm(self.reduce_scatter(x, over, 0, counts), residual, weight, eps)
+
+    def barrier(self) -> None:
+        """See `Collectives`."""
+        distributed.barrier(group=self._groups[self._world])
+
+
+def connect(
+    mesh: Mesh, more: Iterable[Groups] = (), *, made: ProcessGroups | None = None, first: int = 0
+) -> Collectives:
+    """The collectives of this process, which every process of the default group must ask for at once.
+
+    `more`: groups of ranks that programs use and no axis of the mesh is. `made` keeps process groups for
+    meshes to come. `first`: the rank in the default group that is rank 0 of the mesh; a default group with
+    room for several meshes side by side may use them all. Raises ValueError if there is no room for one.
+    """
+    size, world = distributed.get_world_size(), mesh.world
+    if first % world or first + world > size:
+        raise ValueError(f"a mesh of {world} ranks from rank {first} on, but there are {size} processes")
+    rank = distributed.get_rank() - first
+    if world == 1:
+        return Alone()
+    made = made or ProcessGroups()
+    starts = range(0, size - world + 1, world)
+    groups: dict[Groups, distributed.ProcessGroup] = {}
+    for over in dict.fromkeys((*(mesh.axis(name) for name in get_args(MeshAxis)), *more)):
+        every = [[start + member for member in group] for start in starts for group in over.all(world)]
+        group = made.of(every, rank + first)
+        if group is not None:
+            groups[over] = group
+    return Communicator(rank, world, groups)
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x with zeros behind it, `length` long."""
+    if x.shape[0] == length:
+        return x
+    longer = x.new_zeros((length, *x.shape[1:]))
+    longer[: x.shape[0]] = x
+    return longer
+
+
+def _parts(x: torch.Tensor, number: int, dim: int, counts: Counts | None) -> torch.Tensor:
+    """x cut along `dim`, contiguous: `[number, ...]`, parts of `counts` padded to the longest."""
+    if counts is None or len(set(counts)) == 1:
+        dim %= x.ndim
+        shape = (*x.shape[:dim], number, x.shape[dim] // number, *x.shape[dim + 1 :])
+        return x.reshape(shape).movedim(dim, 0).contiguous()
+    most = max(counts)
+    return torch.stack([_padded(part, most) for part in x.split_with_sizes(list(counts))])
+
+
+def _joined(parts: torch.Tensor, dim: int, counts: Counts | None) -> torch.Tensor:
+    """The parts `[number, ...]` one behind the other along `dim`, each as long as `counts` says."""
+    if counts is not None and len(set(counts)) > 1:
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+    dim %= parts.ndim - 1
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
