@@ -6,7 +6,7 @@ zero included, known to every rank beforehand: what travels is padded to the lar
 Every rank gets the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,11 @@ class Collectives(Protocol):
     @property
     def rank(self) -> int:
         """This rank in the mesh."""
+
+    def use(self, groups: Iterable[Groups]) -> None:
+        """Gets ready for groups of ranks that aren't an axis of the mesh, those of a program. Every rank
+        calls it, before any graph is recorded.
+        """
 
     def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
         """The sum over the ranks, on each of them; may reuse x's memory."""
@@ -83,6 +88,9 @@ class Alone:
     """One rank: nothing to do."""
 
     rank = 0
+
+    def use(self, groups: Iterable[Groups]) -> None:
+        """Every group is of one."""
 
     def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
         """x."""

@@ -45,13 +45,27 @@ class ProcessGroups:
 class Communicator:
     """A rank's collectives, one process group for each kind of group of ranks."""
 
-    def __init__(self, rank: int, world: int, groups: dict[Groups, distributed.ProcessGroup]) -> None:
-        """Rank `rank` of a mesh of `world`; `groups`: of every kind that has more than one rank, the process
-        group of this one.
-        """
-        self.rank = rank
-        self._world = Groups(world)
-        self._groups = groups
+    def __init__(self, mesh: Mesh, made: ProcessGroups, first: int) -> None:
+        """See `connect`."""
+        self.rank = distributed.get_rank() - first
+        self._made = made
+        self._world = mesh.world
+        self._starts = range(first % mesh.world, distributed.get_world_size() - mesh.world + 1, mesh.world)
+        self._first = first
+        self._groups: dict[Groups, distributed.ProcessGroup] = {}
+        self.use(mesh.axis(name) for name in get_args(MeshAxis))
+
+    def use(self, groups: Iterable[Groups]) -> None:
+        """See `Collectives`."""
+        for over in dict.fromkeys(groups):
+            every = [
+                [start + member for member in group]
+                for start in self._starts
+                for group in over.all(self._world)
+            ]
+            group = self._made.of(every, self.rank + self._first)
+            if group is not None:
+                self._groups[over] = group
 
     def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
         """See `Collectives`."""
@@ -125,33 +139,20 @@ class Communicator:
 
     def barrier(self) -> None:
         """See `Collectives`."""
-        distributed.barrier(group=self._groups[self._world])
+        distributed.barrier(group=self._groups[Groups(self._world)])
 
 
-def connect(
-    mesh: Mesh, more: Iterable[Groups] = (), *, made: ProcessGroups | None = None, first: int = 0
-) -> Collectives:
+def connect(mesh: Mesh, *, made: ProcessGroups | None = None, first: int = 0) -> Collectives:
     """The collectives of this process, which every process of the default group must ask for at once.
 
-    `more`: groups of ranks that programs use and no axis of the mesh is. `made` keeps process groups for
-    meshes to come. `first`: the rank in the default group that is rank 0 of the mesh; a default group with
-    room for several meshes side by side may use them all. Raises ValueError if there is no room for one.
+    `made` keeps process groups for meshes to come. `first`: the rank in the default group that is rank 0 of
+    the mesh; a default group with room for several meshes side by side may use them all. Raises ValueError if
+    there is no room for one.
     """
     size, world = distributed.get_world_size(), mesh.world
     if first % world or first + world > size:
         raise ValueError(f"a mesh of {world} ranks from rank {first} on, but there are {size} processes")
-    rank = distributed.get_rank() - first
-    if world == 1:
-        return Alone()
-    made = made or ProcessGroups()
-    starts = range(0, size - world + 1, world)
-    groups: dict[Groups, distributed.ProcessGroup] = {}
-    for over in dict.fromkeys((*(mesh.axis(name) for name in get_args(MeshAxis)), *more)):
-        every = [[start + member for member in group] for start in starts for group in over.all(world)]
-        group = made.of(every, rank + first)
-        if group is not None:
-            groups[over] = group
-    return Communicator(rank, world, groups)
+    return Alone() if world == 1 else Communicator(mesh, made or ProcessGroups(), first)
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
