@@ -11,9 +11,10 @@ feed-forwards see groups of `dense_tp` ranks, mixtures of experts `ep` groups of
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from quickturn.parallel.placement import Axis
+if TYPE_CHECKING:  # the server's process validates meshes, too, and has no torch
+    from quickturn.parallel.placement import Axis
 
 MeshAxis = Literal["tp", "dp", "cp", "dense_tp", "moe_tp", "ep", "world"]
 
@@ -104,7 +105,7 @@ class Mesh:
             case "world":
                 return Groups(self.world)
 
-    def features(self, axis: Axis) -> Groups:
+    def features(self, axis: "Axis") -> Groups:
         """The ranks over which the steps of a module kind split features (of experts: whole experts, too)."""
         match axis:
             case "attn" | "vocab":

@@ -72,12 +72,10 @@ def _run(step: Step) -> Action:
 
 
 def _select(flow: Flow, program: Program) -> None:
-    batch = flow.batch
-    if batch.sample_rows is None:
-        return
-    flow.x = flow.x.index_select(0, batch.sample_rows)
-    flow.residual = flow.residual.index_select(0, batch.sample_rows)
-    flow.rows = Rows(program.mesh, batch.dp_samples or (batch.sample_rows.shape[0],))
+    rows, groups = flow.batch.sample_rows, flow.batch.dp_samples
+    if rows is not None:
+        flow.x, flow.residual = flow.x.index_select(0, rows), flow.residual.index_select(0, rows)
+    flow.rows = Rows(program.mesh, groups or (flow.x.shape[0],))
 
 
 def _move(instruction: Move, program: Program, collectives: Collectives) -> Action:

@@ -1,0 +1,125 @@
+"""What the compiler knows of a step: how it is placed, how wide its activations are, and what work it is."""
+
+from dataclasses import dataclass
+
+from quickturn.parallel.cost import Collective, Hardware, Load, collective_seconds, kernel_seconds
+from quickturn.parallel.placement import Placed
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """Experts of one rank: their number, out of how many each token takes `top_k`, bytes of one, operations
+    of one for a token.
+    """
+
+    here: int
+    count: int
+    top_k: int
+    bytes: float
+    operations: float
+
+    def touched(self, tokens: float) -> float:
+        """Experts of this rank that so many tokens are expected to take, if all are equally likely."""
+        untouched: float = (1 - self.top_k / self.count) ** tokens
+        return self.here * (1 - untouched)
+
+
+@dataclass(frozen=True)
+class CacheWork:
+    """What one rank reads of the cache: bytes for each token of a request's context (of the last `window` if
+    that isn't 0) and for each request, and operations for each pair of new token and token of the context.
+    """
+
+    token_bytes: float = 0.0
+    window: int = 0
+    request_bytes: float = 0.0
+    operations: float = 0.0
+
+    def size(self, load: Load) -> float:
+        """Bytes read in a step."""
+        return load.requests * (self.request_bytes + self.token_bytes * self._seen(load))
+
+    def work(self, load: Load) -> float:
+        """Operations in a step; a prompt's tokens see half of what the last of them sees."""
+        share = 1.0 if load.tokens == load.requests else 0.5
+        return share * self.operations * load.tokens * self._seen(load)
+
+    def _seen(self, load: Load) -> int:
+        return min(load.context, self.window) if self.window else load.context
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Results that ranks put together inside of a step: ranks, and bytes of each token on one of them."""
+
+    collective: Collective
+    ranks: int
+    token_bytes: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's work in a step: bytes of weights it reads, operations for each token, and the rest. `kept`:
+    bytes that it holds and reads little of.
+    """
+
+    weights: float = 0.0
+    operations: float = 0.0
+    experts: ExpertWork | None = None
+    cache: CacheWork = CacheWork()
+    merge: Merge | None = None
+    kept: float = 0.0
+
+    def weight_bytes(self, tokens: float) -> float:
+        """Bytes of weights that a step with so many tokens reads."""
+        return self.weights + (self.experts.touched(tokens) * self.experts.bytes if self.experts else 0.0)
+
+    def held_bytes(self) -> float:
+        """Bytes of weights that the rank holds."""
+        return self.weights + self.kept + (self.experts.here * self.experts.bytes if self.experts else 0.0)
+
+    def total_operations(self, tokens: float, load: Load) -> float:
+        """Operations of a step with so many tokens."""
+        found = self.operations * tokens + self.cache.work(load)
+        if self.experts is not None:
+            share = self.experts.here / self.experts.count
+            found += tokens * self.experts.top_k * share * self.experts.operations
+        return found
+
+
+@dataclass(frozen=True)
+class Op:
+    """A step as the compiler sees it.
+
+    takes, gives: features of its whole input and output. element, gives_element: their bytes each. `like`:
+    what its name has in common with the same step of other layers. `joined`: its output is of several
+    matrices side by side, each in parts, so that nothing but its tokens can move.
+    """
+
+    placed: Placed
+    takes: int
+    gives: int
+    work: Work = Work()
+    element: int = 2
+    gives_element: int = 2
+    like: str = ""
+    joined: bool = False
+
+    @property
+    def name(self) -> str:
+        """The step's name."""
+        return self.placed.name
+
+    def seconds(self, rows: float, parts: tuple[int, int], load: Load, hardware: Hardware) -> float:
+        """Time on a rank that has `rows` tokens, of their input and output features one of `parts`."""
+        activations = rows * (
+            self.takes * self.element / parts[0] + self.gives * self.gives_element / parts[1]
+        )
+        if self.placed.residual == "add_norm":
+            activations *= 2
+        size = self.work.weight_bytes(rows) + self.work.cache.size(load) + activations
+        found = kernel_seconds(size, self.work.total_operations(rows, load), hardware)
+        merge = self.work.merge
+        if merge is not None:
+            found += collective_seconds(merge.collective, merge.ranks, rows * merge.token_bytes, hardware)
+        return found
