@@ -9,10 +9,12 @@ dictionary look-up. Any thread may call; what changes or makes choices takes one
 import os
 import threading
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -109,14 +111,49 @@ class Op(Generic[F]):
         """
         signature = Signature(device, dtype, dict(zip(self.trait_names, traits, strict=True)))
         with _lock:
-            function: F = select(self.name, signature).function  # type: ignore[assignment]
+            chosen = select(self.name, signature)
+            function: F = chosen.function  # type: ignore[assignment]
+            if _calls is not None:
+                function = _calls.counting(self.name, chosen.name, function)
             self.table[(device, dtype, *traits)] = function
         return function
+
+
+class _Calls:
+    """Calls of implementations, counted by who carries them out in the end."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._running: list[tuple[str, str]] = []
+        self._handed_on: list[bool] = []
+
+    def counting(self, op: str, name: str, function: F) -> F:
+        """`function`, counted as a call of `op` by `name`, and no longer as one by the implementation that
+        hands it on.
+        """
+
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._running and self._running[-1][0] == op and not self._handed_on[-1]:
+                # Once, even if it hands on several parts of the call.
+                self._handed_on[-1] = True
+                self.counts[self._running[-1]] -= 1
+            self.counts[op, name] += 1
+            self._running.append((op, name))
+            self._handed_on.append(False)
+            try:
+                return function(*arguments, **options)
+            finally:
+                self._running.pop()
+                self._handed_on.pop()
+
+        return call  # type: ignore[return-value]
 
 
 _ops: dict[str, Op[Any]] = {}
 _overrides: dict[str, str] = {}
 _loaded: set[str] = set()
+_calls: _Calls | None = None
 _lock = threading.RLock()
 """Held while tiers are imported, so that no thread chooses among half of them. Reentrant: what is imported
 registers.
@@ -153,10 +190,11 @@ def register(
     traits: Mapping[str, Container[Hashable]] | None = None,
     priority: Priority = Priority.PORTABLE,
 ) -> Callable[[F], F]:
-    """Register the decorated function as implementation `name` of `op`; returns the function unchanged.
+    """Register the decorated function as implementation `name` of `op`.
 
-    The function takes the arguments of the public op, all positional. Registering a name again replaces it.
-    Raises KeyError for an op that isn't defined.
+    Returns the function, for implementations that hand a call on to this one: within `counted` such a call
+    is counted as this one's. The function takes the arguments of the public op, all positional. Registering
+    a name again replaces it. Raises KeyError for an op that isn't defined.
     """
     target = _find(op)
 
@@ -174,7 +212,13 @@ def register(
             target.implementations.pop(name, None)
             target.implementations[name] = made
             target.table.clear()
-        return function
+
+        @wraps(function)
+        def handed_on(*arguments: Any, **options: Any) -> Any:
+            run = function if _calls is None else _calls.counting(op, name, function)
+            return run(*arguments, **options)
+
+        return handed_on  # type: ignore[return-value]
 
     return add
 
@@ -227,6 +271,26 @@ def use(**overrides: str) -> Iterator[None]:
         with _lock:
             _overrides.clear()
             _overrides.update(before)
+            _forget_choices()
+
+
+@contextmanager
+def counted() -> Iterator[Counter[tuple[str, str]]]:
+    """Within the block, count the calls by (op, implementation); process-wide, for one thread that calls.
+
+    Where an implementation hands a call on to another of the same op, that one is counted: the counter says
+    who did the work, not who was chosen. A CUDA graph counts when it is recorded, not when it is replayed.
+    """
+    global _calls
+    with _lock:
+        outer, _calls = _calls, _Calls()
+        counts = _calls.counts
+        _forget_choices()
+    try:
+        yield counts
+    finally:
+        with _lock:
+            _calls = outer
             _forget_choices()
 
 

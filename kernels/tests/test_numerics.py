@@ -56,6 +56,26 @@ def test_suite_finds_a_wrong_element_and_an_unwritten_one(device: torch.device) 
             registry.unregister("rms_norm", "broken")
 
 
+def test_suite_finds_a_race(device: torch.device) -> None:
+    calls = 0
+
+    def now_and_then(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        out = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+        out[0, 0] *= 1 + 1e-6 * (calls == 7)
+        return out
+
+    case = next(case for case in numerics.cases() if case.op == "rms_norm" and case.name == "5 x 100 float32")
+    numerics.check_repeats(case, "reference", 3, device, 10)
+    registry.register("rms_norm", name="broken")(now_and_then)
+    try:
+        with pytest.raises(AssertionError, match="rms_norm=broken, case .*: out of run 7 differs"):
+            numerics.check_repeats(case, "broken", 3, device, 10)
+    finally:
+        registry.unregister("rms_norm", "broken")
+
+
 def test_poisoned_memory_holds_nan() -> None:
     with numerics.poisoned():
         assert torch.empty(4).isnan().all()

@@ -217,3 +217,26 @@ def test_works_without_triton_and_without_the_extension() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "* reference" in done.stdout
+
+
+def test_calls_are_counted_for_who_does_the_work(op: Op[object]) -> None:  # type: ignore[type-var]
+    slow = registry.register("toy", name="slow", priority=Priority.REFERENCE)(lambda x: f"slow {x}")
+
+    @registry.register("toy", name="fast", priority=Priority.SPECIALIZED)
+    def fast(x: int) -> str:
+        return f"fast {x}" if x < 2 else slow(x) + slow(x)
+
+    def call(x: int) -> object:
+        function = op.table.get((CPU, torch.float32, 1)) or op.bind(CPU, torch.float32, 1)
+        return function(x)  # type: ignore[operator]
+
+    assert call(5) == "slow 5slow 5"
+    with registry.counted() as calls:
+        assert [call(x) for x in range(3)] == ["fast 0", "fast 1", "slow 2slow 2"]
+        assert calls == {("toy", "fast"): 2, ("toy", "slow"): 2}
+        with registry.counted() as inner, registry.use(toy="slow"):
+            call(0)
+        assert inner == {("toy", "slow"): 1}
+        call(1)
+    call(1)
+    assert calls == {("toy", "fast"): 3, ("toy", "slow"): 2}

@@ -9,7 +9,7 @@ allocated outputs hold NaN too.
 from quickturn_kernels.numerics.attention import attention_cases
 from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.batch import batch_cases
-from quickturn_kernels.numerics.check import Case, Result, check, poisoned
+from quickturn_kernels.numerics.check import Case, Result, check, check_repeats, poisoned
 from quickturn_kernels.numerics.decode_stack import decode_stack_cases
 from quickturn_kernels.numerics.dense import dense_cases
 from quickturn_kernels.numerics.fp8 import fp8_cases
@@ -18,7 +18,7 @@ from quickturn_kernels.numerics.moe import moe_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
 from quickturn_kernels.numerics.sampling import sampling_cases
 
-__all__ = ["Case", "Result", "cases", "check", "poisoned"]
+__all__ = ["Case", "Result", "cases", "check", "check_repeats", "poisoned"]
 
 
 def cases() -> tuple[Case, ...]:

@@ -31,17 +31,18 @@ SHAPES = (
 
 def attention_step_cases() -> tuple[Case, ...]:
     """Each shape plain and with head norms; in bfloat16 also as a kernel that starts early."""
-    return tuple(
-        Case(
-            "rotary_attention_decode",
-            f"{shape.name}{', norms' if norms else ''}",
-            shape.dtype,
-            {"head_dim": shape.head_dim, "cache": FP8 if shape.fp8 else SAME},
-            partial(_run, shape, norms),
-            {"rotary_cache_write": "", "paged_attention_decode": ""},
-        )
-        for shape in SHAPES
-        for norms in (False, True)
+    return tuple(attention_step_case(shape, norms) for shape in SHAPES for norms in (False, True))
+
+
+def attention_step_case(shape: Shape, norms: bool) -> Case:
+    """The case of one shape."""
+    return Case(
+        "rotary_attention_decode",
+        f"{shape.name}{', norms' if norms else ''}",
+        shape.dtype,
+        {"head_dim": shape.head_dim, "cache": FP8 if shape.fp8 else SAME},
+        partial(_run, shape, norms),
+        {"rotary_cache_write": "", "paged_attention_decode": ""},
     )
 
 

@@ -84,6 +84,34 @@ def check(case: Case, implementation: str, seed: int, device: torch.device) -> N
             raise AssertionError(f"{where}: {name}: {error}") from None
 
 
+def check_repeats(case: Case, implementation: str, seed: int, device: torch.device, repeats: int) -> None:
+    """Run the case `repeats` times on the same inputs; AssertionError if two runs differ in a bit.
+
+    On a GPU other work runs beside it, more of it each time, so that blocks start and end in other orders: what
+    depends on them is a race, or sums in no fixed order.
+    """
+    chosen = {op: name for op, name in case.companions.items() if name}
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    noise = torch.zeros(1 << 22, device=device) if aside is not None else None
+    first: Mapping[str, Tensor] = {}
+    for repeat in range(repeats):
+        if aside is not None and noise is not None:
+            with torch.cuda.stream(aside):
+                for _ in range(repeat):
+                    noise.add_(1.0)
+        with use(**chosen, **{case.op: implementation}):
+            outputs = case.run(torch.Generator().manual_seed(seed), device).outputs
+        first = first or outputs
+        for name, value in outputs.items():
+            if not torch.equal(_bits(value), _bits(first[name])):
+                where = f"{case.op}={implementation}, case {case.name}, seed {seed}"
+                raise AssertionError(f"{where}: {name} of run {repeat + 1} differs from that of the first")
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Within the block, torch fills memory that it allocates uninitialised with NaN (integers: the

@@ -23,11 +23,14 @@ LINEAR_SIZES = ((0, 64, FP32), (1, 576, BF16), (5, 96, FP32), (33, 256, BF16), (
 
 @dataclass(frozen=True)
 class Matrix:
-    """What a case is made of."""
+    """What a case is made of; `columns` are what a linear map makes of `width`, or a gated one's gate and up
+    together.
+    """
 
     rows: int
     width: int
     dtype: torch.dtype
+    columns: int = 128
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.width} {str(self.dtype).removeprefix('torch.')}"
@@ -39,30 +42,49 @@ def dense_cases() -> tuple[Case, ...]:
     for size in SIZES:
         shape = Matrix(*size)
         for op, run in (
-            ("rms_norm", partial(_rms_norm, shape, False)),
-            ("add_rms_norm", partial(_add_rms_norm, shape, False)),
             ("silu_and_mul", partial(_silu_and_mul, shape)),
             ("gelu_tanh_and_mul", partial(_gelu_tanh_and_mul, shape)),
             ("sigmoid_gate", partial(_sigmoid_gate, shape)),
             ("embedding", partial(_embedding, shape)),
         ):
             found.append(Case(op, str(shape), shape.dtype, {}, run))
-        for op, make in (("rms_norm", _rms_norm), ("add_rms_norm", _add_rms_norm)):
-            name = f"{shape} float32 weight"
-            found.append(Case(op, name, shape.dtype, {}, partial(make, shape, True)))
+        found += norm_cases(shape)
     for size in LINEAR_SIZES:
-        shape = Matrix(*size)
         for options in ("", "bias", "float32 out"):
-            name = f"{shape} {options}".strip()
-            run_linear = partial(_linear, shape, options)
-            traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
-            plain = {"prepare_linear": "reference"}
-            found.append(Case("linear", name, shape.dtype, traits, run_linear, plain))
+            found += linear_cases(Matrix(*size, columns=72), options)
             if options != "float32 out":
-                run_gated = partial(_linear_silu_and_mul, shape, options)
-                found.append(Case("linear_silu_and_mul", name, shape.dtype, traits, run_gated, plain))
-            found.append(Case("prepare_linear", name, shape.dtype, {}, run_linear, {"linear": ""}))
+                found.append(gated_case(Matrix(*size), options))
     return tuple(found)
+
+
+def norm_cases(shape: Matrix) -> list[Case]:
+    """rms_norm and add_rms_norm, with a weight of the activations' dtype and in float32."""
+    return [
+        Case(op, f"{shape}{' float32 weight' if wide else ''}", shape.dtype, {}, partial(make, shape, wide))
+        for op, make in (("rms_norm", _rms_norm), ("add_rms_norm", _add_rms_norm))
+        for wide in (False, True)
+    ]
+
+
+def linear_cases(shape: Matrix, options: str = "") -> list[Case]:
+    """linear with a plain weight, and with what prepare_linear makes of it. options: "bias", "float32
+    out".
+    """
+    name = f"{shape} to {shape.columns} {options}".strip()
+    run = partial(_linear, shape, options)
+    traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
+    return [
+        Case("linear", name, shape.dtype, traits, run, {"prepare_linear": "reference"}),
+        Case("prepare_linear", name, shape.dtype, {}, run, {"linear": ""}),
+    ]
+
+
+def gated_case(shape: Matrix, options: str = "") -> Case:
+    """linear_silu_and_mul with a plain weight. options: "bias"."""
+    name = f"{shape} to {shape.columns} {options}".strip()
+    traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
+    run = partial(_linear_silu_and_mul, shape, options)
+    return Case("linear_silu_and_mul", name, shape.dtype, traits, run, {"prepare_linear": "reference"})
 
 
 def _random(shape: Matrix, generator: Generator, device: torch.device) -> Tensor:
@@ -113,7 +135,7 @@ def _embedding(shape: Matrix, generator: Generator, device: torch.device) -> Res
 
 def _linear(shape: Matrix, options: str, generator: Generator, device: torch.device) -> Result:
     x = _random(shape, generator, device)
-    columns = 72
+    columns = shape.columns
     weight = torch.randn(columns, shape.width, generator=generator) * shape.width**-0.5
     prepared = prepare_linear(weight.to(shape.dtype).to(device))
     bias = torch.randn(columns, generator=generator).to(shape.dtype).to(device) if options == "bias" else None
@@ -124,7 +146,7 @@ def _linear(shape: Matrix, options: str, generator: Generator, device: torch.dev
 
 def _linear_silu_and_mul(shape: Matrix, options: str, generator: Generator, device: torch.device) -> Result:
     x = _random(shape, generator, device)
-    columns = 128
+    columns = shape.columns
     weight = torch.randn(columns, shape.width, generator=generator) * shape.width**-0.5
     prepared = prepare_linear(weight.to(shape.dtype).to(device))
     bias = torch.randn(columns, generator=generator).to(shape.dtype).to(device) if options == "bias" else None

@@ -1,6 +1,6 @@
 """Cases of linear attention: ragged rows whose states lie in a poisoned arena."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,38 +98,64 @@ def linear_attention_cases() -> tuple[Case, ...]:
     found = []
     for rows in (*PROMPTS, *STEPS):
         for channels, width, dtype in WIDTHS:
-            name = f"{rows.name}, {len(rows.lengths)} rows, {channels} x {width} {str(dtype)[6:]}"
-            run = partial(_convolve, rows, channels, width, dtype)
-            found.append(Case("causal_conv1d", name, dtype, {"width": width}, run))
+            found.append(convolution_case(rows, channels, width, dtype))
     for heads in (*HEADS, *MORE_HEADS):
-        square = heads.key_dim if heads.key_dim == heads.value_dim else 0
-        traits = {"head_dim": square, "channelwise": heads.channelwise}
         for rows in PROMPTS if heads in HEADS else RAGGED:
-            run = partial(_prefill, rows, heads)
-            found.append(Case("gated_delta_prefill", f"{rows.name}, {heads}", heads.dtype, traits, run))
+            found.append(prompt_case(rows, heads))
         for rows in STEPS:
-            name = f"{rows.name}, {heads}"
-            run = partial(_decode, rows, heads)
-            found.append(Case("gated_delta_decode", name, heads.dtype, traits, run))
-            for normed in (False, True):
-                found.append(
-                    Case(
-                        "gated_delta_step",
-                        f"{name}{', norm' if normed else ''}",
-                        heads.dtype,
-                        traits,
-                        partial(_step, rows, heads, normed),
-                        dict.fromkeys(("causal_conv1d", "gated_delta_decode", "gated_rms_norm"), ""),
-                    )
-                )
+            found += step_cases(rows, heads)
     for size, dtype in (((0, 32), FP32), ((3, 2, 100), FP32), ((5, 4, 128), BF16), ((7, 128), FP16)):
         for weight_dtype, activation in ((dtype, "silu"), (FP32, "sigmoid")):
-            run = partial(_norm, size, dtype, weight_dtype, activation)
-            name = (
-                f"{' x '.join(map(str, size))} {str(dtype)[6:]}, {str(weight_dtype)[6:]} weight, {activation}"
-            )
-            found.append(Case("gated_rms_norm", name, dtype, {}, run))
+            found.append(gated_norm_case(size, dtype, weight_dtype, activation))
     return tuple(found)
+
+
+def convolution_case(rows: Rows, channels: int, width: int, dtype: torch.dtype) -> Case:
+    """causal_conv1d of `channels` with `width` taps."""
+    name = f"{rows.name}, {len(rows.lengths)} rows, {channels} x {width} {str(dtype)[6:]}"
+    return Case(
+        "causal_conv1d", name, dtype, {"width": width}, partial(_convolve, rows, channels, width, dtype)
+    )
+
+
+def prompt_case(rows: Rows, heads: Heads) -> Case:
+    """gated_delta_prefill."""
+    name, run = f"{rows.name}, {heads}", partial(_prefill, rows, heads)
+    return Case("gated_delta_prefill", name, heads.dtype, _traits(heads), run)
+
+
+def step_cases(rows: Rows, heads: Heads) -> tuple[Case, ...]:
+    """gated_delta_decode, and gated_delta_step with its norm and without."""
+    name, traits = f"{rows.name}, {heads}", _traits(heads)
+    companions = dict.fromkeys(("causal_conv1d", "gated_delta_decode", "gated_rms_norm"), "")
+    return (
+        Case("gated_delta_decode", name, heads.dtype, traits, partial(_decode, rows, heads)),
+        *(
+            Case(
+                "gated_delta_step",
+                f"{name}{', norm' if normed else ''}",
+                heads.dtype,
+                traits,
+                partial(_step, rows, heads, normed),
+                companions,
+            )
+            for normed in (False, True)
+        ),
+    )
+
+
+def gated_norm_case(
+    size: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, activation: str
+) -> Case:
+    """gated_rms_norm."""
+    kinds = f"{str(dtype)[6:]}, {str(weight_dtype)[6:]} weight"
+    run = partial(_norm, size, dtype, weight_dtype, activation)
+    return Case("gated_rms_norm", f"{' x '.join(map(str, size))} {kinds}, {activation}", dtype, {}, run)
+
+
+def _traits(heads: Heads) -> dict[str, Hashable]:
+    square = heads.key_dim if heads.key_dim == heads.value_dim else 0
+    return {"head_dim": square, "channelwise": heads.channelwise}
 
 
 @dataclass(frozen=True)

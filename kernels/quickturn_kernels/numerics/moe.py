@@ -78,20 +78,28 @@ LAYERS = (
 
 def moe_cases() -> tuple[Case, ...]:
     """Cases of route, moe and moe_block."""
-    found = []
-    for tokens, experts, dtype, routing, options in ROUTES:
-        name = f"{tokens} x {experts} {routing.scoring} {routing.top_k} {routing.groups} {options}".strip()
-        found.append(
-            Case("route", name, dtype, {}, partial(_route, tokens, experts, dtype, routing, options))
-        )
-    plain = {"prepare_linear": "reference", "linear": "reference", "linear_silu_and_mul": "reference"}
+    found = [route_case(*one) for one in ROUTES]
     for layer in LAYERS:
-        layout = FP8_BLOCK if "fp8" in layer.options else PLAIN
-        traits = {"layout": layout, "rows": rows_class(layer.tokens)}
-        found.append(Case("moe", str(layer), layer.dtype, traits, partial(_moe, layer), plain))
-        block = {**plain, "route": "reference", "moe": "reference"}
-        found.append(Case("moe_block", str(layer), layer.dtype, traits, partial(_moe_block, layer), block))
+        found += layer_cases(layer)
     return tuple(found)
+
+
+def route_case(tokens: int, experts: int, dtype: torch.dtype, routing: Routing, options: str) -> Case:
+    """The case of one call of route. options: words of "bias", "padding", "ties"."""
+    name = f"{tokens} x {experts} {routing.scoring} {routing.top_k} {routing.groups} {options}".strip()
+    return Case("route", name, dtype, {}, partial(_route, tokens, experts, dtype, routing, options))
+
+
+def layer_cases(layer: Layer) -> tuple[Case, Case]:
+    """moe and moe_block of one layer."""
+    plain = {"prepare_linear": "reference", "linear": "reference", "linear_silu_and_mul": "reference"}
+    layout = FP8_BLOCK if "fp8" in layer.options else PLAIN
+    traits = {"layout": layout, "rows": rows_class(layer.tokens)}
+    block = {**plain, "route": "reference", "moe": "reference"}
+    return (
+        Case("moe", str(layer), layer.dtype, traits, partial(_moe, layer), plain),
+        Case("moe_block", str(layer), layer.dtype, traits, partial(_moe_block, layer), block),
+    )
 
 
 def _route(

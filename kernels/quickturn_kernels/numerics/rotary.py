@@ -48,16 +48,13 @@ SHAPES = (
 
 def rotary_cases() -> tuple[Case, ...]:
     """One case a shape."""
-    return tuple(
-        Case(
-            "rotary_cache_write",
-            shape.name,
-            shape.dtype,
-            {"head_dim": shape.head_dim, "cache": FP8 if shape.fp8 else SAME},
-            partial(_run, shape),
-        )
-        for shape in SHAPES
-    )
+    return tuple(rotary_case(shape) for shape in SHAPES)
+
+
+def rotary_case(shape: Shape) -> Case:
+    """The case of one shape."""
+    traits = {"head_dim": shape.head_dim, "cache": FP8 if shape.fp8 else SAME}
+    return Case("rotary_cache_write", shape.name, shape.dtype, traits, partial(_run, shape))
 
 
 def _run(shape: Shape, generator: Generator, device: torch.device) -> Result:

@@ -62,7 +62,12 @@ OPTIONS = (
 
 def sampling_cases() -> tuple[Case, ...]:
     """One case for each of the options."""
-    return tuple(Case("sample", one.name, one.dtype, {}, partial(_run, one)) for one in OPTIONS)
+    return tuple(sampling_case(one) for one in OPTIONS)
+
+
+def sampling_case(options: Options) -> Case:
+    """The case of one call."""
+    return Case("sample", options.name, options.dtype, {}, partial(_run, options))
 
 
 def _run(options: Options, generator: Generator, device: torch.device) -> Result:
