@@ -87,11 +87,11 @@ def check(case: Case, implementation: str, seed: int, device: torch.device) -> N
 def check_repeats(case: Case, implementation: str, seed: int, device: torch.device, repeats: int) -> None:
     """Run the case `repeats` times on the same inputs; AssertionError if two runs differ in a bit.
 
-    On a GPU other work runs beside it, more of it each time, so that blocks start and end in other orders: what
-    depends on them is a race, or sums in no fixed order.
+    On a GPU other work runs beside it, more of it each time, so that blocks start and end in other orders:
+    what depends on them is a race, or sums in no fixed order.
     """
     chosen = {op: name for op, name in case.companions.items() if name}
-    aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+    aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     noise = torch.zeros(1 << 22, device=device) if aside is not None else None
     first: Mapping[str, Tensor] = {}
     for repeat in range(repeats):
