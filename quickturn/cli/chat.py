@@ -148,7 +148,7 @@ class Talk:
         from quickturn.text.tokenizer import pack_tokens
 
         assert self._engine.ready is not None
-        ids = render_chat(self._tokenizer, self._template, self.messages)
+        ids = render_chat(self._tokenizer, self._template, self.messages).ids
         left = self._engine.ready.max_context - len(ids)
         if left < 1:
             raise ValueError(f"the conversation fills the context of {self._engine.ready.max_context} tokens")

@@ -89,7 +89,7 @@ class LLM:
         if self.tokenizer.chat_template is None:
             raise ValueError("this model has no chat template; use generate with a prompt of your own")
         template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special)
-        return render_chat(self.tokenizer, template, messages)
+        return render_chat(self.tokenizer, template, messages).ids.tolist()
 
     def _run(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         running: dict[int, tuple[Completion, Detokenizer]] = {}

@@ -29,8 +29,9 @@ from quickturn.server.state import ServerState
 from quickturn.text.answer_reader import Answered, AnswerEvent, AnswerReader
 from quickturn.text.chat_template import TemplateFailed
 from quickturn.text.conversation import BadMessage
+from quickturn.text.encoder import Encoded
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
-from quickturn.text.rendering import render_chat
+from quickturn.text.rendering import Place, render_chat
 from quickturn.text.splice import written
 from quickturn.text.structured.constraint import constraint_of, helpful_constraint
 from quickturn.text.structured.formats import Format
@@ -73,6 +74,8 @@ class Turn:
     messages_param: str = "messages"
     output: Format | None = None
     output_param: str = "response_format"
+    places: tuple[Place, ...] = ()
+    """Where the client says that other prompts part from this one."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -90,7 +93,7 @@ Answers = Generation[list[AnswerEvent]]
 class _Prepared:
     """A rendered turn. `thinking`: its prompt leaves the answer inside of thinking."""
 
-    prompt: list[int]
+    prompt: Encoded
     thinking: bool
     constraint: Constraint | None
 
@@ -112,7 +115,7 @@ async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
 def _prepare(state: ServerState, turn: Turn, tenant: str) -> _Prepared:
     markup, choice = state.markup, turn.tool_choice
     prompt = render(state, turn, tenant)
-    thinking = begins_thinking(prompt, state.tokenizer, markup.format.reasoning, markup.alphabet)
+    thinking = begins_thinking(prompt.ids, state.tokenizer, markup.format.reasoning, markup.alphabet)
     try:
         constraint = constraint_of(
             markup,
@@ -129,9 +132,9 @@ def _prepare(state: ServerState, turn: Turn, tenant: str) -> _Prepared:
     return _Prepared(prompt, thinking, constraint)
 
 
-def render(state: ServerState, turn: Turn, tenant: str = "") -> list[int]:
-    """The prompt's token ids; answers that `tenant` got before are as the model wrote them. Raises ApiError
-    for messages that can't be rendered.
+def render(state: ServerState, turn: Turn, tenant: str = "") -> Encoded:
+    """The prompt, and the positions where others are likely to part from it; answers that `tenant` got before
+    are as the model wrote them. Raises ApiError for messages that can't be rendered.
     """
     if state.template is None:
         raise ApiError(
@@ -152,7 +155,8 @@ def render(state: ServerState, turn: Turn, tenant: str = "") -> list[int]:
             turn.template,
             definitions,
             state.written,
-            tenant,
+            _scope(turn, tenant),
+            turn.places,
         )
     except BadMessage as error:
         raise invalid(error.param, str(error)) from error
@@ -162,7 +166,7 @@ def render(state: ServerState, turn: Turn, tenant: str = "") -> list[int]:
 
 def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) -> Answers:
     """Submit every choice of a rendered turn of `tenant`. Raises ApiError for fields out of range."""
-    fields, markup, prompt = turn.fields, state.markup, prepared.prompt
+    fields, markup, prompt = turn.fields, state.markup, prepared.prompt.ids
     count = choice_count(fields)
     asked, param = turn.max_tokens
     max_tokens = clamp_max_tokens(asked, param, len(prompt), turn.messages_param, state.max_context)
@@ -174,7 +178,7 @@ def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) ->
         sampling = _without_calls(sampling, state)
 
     def keep(answered: Answered) -> None:
-        _keep(state, prepared.thinking, answered, tenant)
+        _keep(state, prepared.thinking, answered, _scope(turn, tenant))
 
     def reader(sampling: SamplingParams) -> AnswerReader:
         parser = AnswerParser(
@@ -188,17 +192,23 @@ def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) ->
         single = bool(tools) and not turn.parallel_calls
         return AnswerReader(parser, sampling, single, keep)
 
-    return Generation(state, [Prompt(prompt, seeds(sampling, count))], reader, routing_of(fields, tenant))
+    prompts = [Prompt(prompt, seeds(sampling, count), prepared.prompt.places)]
+    return Generation(state, prompts, reader, routing_of(fields, tenant))
 
 
-def _keep(state: ServerState, thinking: bool, answered: Answered, tenant: str) -> None:
+def _scope(turn: Turn, tenant: str) -> str:
+    """Whose texts and answers these are: what one sent, another isn't served faster."""
+    return f"{tenant}/{turn.fields.cache_salt or ''}"
+
+
+def _keep(state: ServerState, thinking: bool, answered: Answered, scope: str) -> None:
     """Remember an answer's own tokens for the next turn of its conversation."""
     if state.written is None:
         return
     calls = [(name, arguments) for _, name, arguments in answered.calls]
     answer = written(state.tokenizer, state.markup, answered.tokens, thinking, answered.text.strip(), calls)
     if answer is not None:
-        state.written.store.keep(tenant, [id for id, _, _ in answered.calls], answer)
+        state.written.store.keep(scope, [id for id, _, _ in answered.calls], answer)
 
 
 def _without_calls(sampling: SamplingParams, state: ServerState) -> SamplingParams:

@@ -31,5 +31,5 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, _COUNT, state.limits)
     state.model_name(body.model)
     turn = prompt_turn(body)
-    tokens = await prepare(request, lambda: len(render(state, turn)))
+    tokens = await prepare(request, lambda: len(render(state, turn).ids))
     return json_response({"input_tokens": tokens})

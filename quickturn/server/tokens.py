@@ -67,4 +67,4 @@ def _tokens(state: ServerState, body: TokenizeBody) -> list[int]:
         return state.tokenizer.encode(body.prompt, body.add_special_tokens)
     template = body.chat_template_kwargs or {}
     turn = Turn(body.messages or [], CommonFields(), tools=read_tools(body.tools), template=template)
-    return render(state, turn)
+    return render(state, turn).ids.tolist()

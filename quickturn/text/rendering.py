@@ -1,14 +1,24 @@
 """From chat messages to the prompt's token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate, TemplateFailed
 from quickturn.text.conversation import Message, in_user_turns, merged_with_neighbours, normalise_messages
-from quickturn.text.splice import AnswerStore, Part, spliced
+from quickturn.text.encoder import DATA_END, DATA_START, Encoded, Part
+from quickturn.text.splice import AnswerStore, spliced
 from quickturn.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where prompts may part: before a message, or behind the first `chars` characters of its content."""
+
+    message: int
+    chars: int | None = None
 
 
 def render_chat(
@@ -19,22 +29,81 @@ def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     written: "WrittenAnswers | None" = None,
     scope: str = "",
-) -> list[int]:
-    """Ids of the prompt that asks for the next answer. Control tokens inside messages and tools are encoded
-    as plain text; answers that `written` knows in `scope` are as the model wrote them.
+    places: Sequence[Place] | None = None,
+) -> Encoded:
+    """The prompt that asks for the next answer. Control tokens inside messages and tools are encoded as plain
+    text; answers that `written` knows in `scope` are as the model wrote them.
 
-    `extra` are further variables for the template. Raises BadMessage or TemplateFailed.
+    `extra` are further variables for the template. `places`: where the client says that prompts part; with
+    them (None: without any) come the positions behind tools and system prompt and before the last question.
+    Raises BadMessage or TemplateFailed.
     """
     normal = normalise_messages(messages, template.source)
     definitions = None if tools is None else tokenizer.mark_data(list(tools))
 
     def render(messages: list[Message]) -> str:
-        return template.render(tokenizer.mark_data(messages), definitions, extra=extra)
+        return template.render(messages, definitions, extra=extra)
 
-    text = _in_place(render, normal)
-    if written is None:
-        return tokenizer.encode_marked(text)
-    return tokenizer.encode_parts(written.put_back(text, normal, scope))
+    marked = [tokenizer.mark_data(message) for message in normal]
+    text = _in_place(render, marked)
+    parts: Sequence[Part] = [text] if written is None else written.put_back(text, normal, scope)
+    wanted = [] if places is None else [*_usual_places(normal), *places]
+    ends = [_end_of(place, render, normal, marked, text) for place in wanted]
+    return tokenizer.encoder.encode(parts, scope, sorted({end for end in ends if 0 < end < len(text)}))
+
+
+_OTHERS = "\U000f0002"
+"""What another prompt says where it parts from this one: a character that no text holds."""
+
+
+def _usual_places(messages: Sequence[Message]) -> list[Place]:
+    """Other sessions have the same tools and system prompt; the session itself is asked something else."""
+    start = next((at for at, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
+    last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=start)
+    return [Place(at) for at in sorted({start, last}) if at < len(messages)]
+
+
+def _end_of(
+    place: Place,
+    render: Callable[[list[Message]], str],
+    messages: Sequence[Message],
+    marked: Sequence[Message],
+    text: str,
+) -> int:
+    """How much of `text` a prompt has in common with it that says something else from `place` on."""
+    other = [{"role": "user", "content": _OTHERS}]
+    if place.chars is not None and place.message < len(messages):
+        message = messages[place.message]
+        content = marked[place.message]["content"]
+        if place.chars < len(message["content"]):
+            # Marks of data lie around whole tokens: a cut that leaves one open is a character short at most.
+            content = _first(content, place.chars)
+        other = [{**marked[place.message], "content": content + _OTHERS}, *other[message["role"] == "user" :]]
+    try:
+        return _shared(text, _in_place(render, [*marked[: place.message], *other]))
+    except TemplateFailed:
+        return 0
+
+
+def _first(marked: str, count: int) -> str:
+    """The first `count` characters of a text that has marks of data in it."""
+    at = 0
+    for char in marked:
+        if count == 0:
+            break
+        at += 1
+        count -= char not in (DATA_START, DATA_END)
+    return marked[:at]
+
+
+def _shared(one: str, other: str) -> int:
+    """The length of the common beginning."""
+    at, stride = 0, 4096
+    while stride:
+        while one[at : at + stride] == other[at : at + stride] and at < min(len(one), len(other)):
+            at += stride
+        stride //= 8
+    return min(at, len(one), len(other))
 
 
 def _in_place(render: Callable[[list[Message]], str], messages: list[Message]) -> str:

@@ -8,6 +8,7 @@ the same: thinking, text and calls each by themselves, since templates drop old 
 
 import json
 import re
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quickturn.text.answer_format import AnswerMarkup
-from quickturn.text.tokenizer import DATA_END, DATA_START, Tokenizer
+from quickturn.text.encoder import DATA_END, DATA_START, Part, Tokens
+from quickturn.text.tokenizer import Tokenizer
 
 STORE_BYTES = 128 << 20
 _SPACE = " \t\r\n"
-
-Part = str | Sequence[int]
-"""Text that is still to be encoded, or token ids."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +47,45 @@ class Written:
 
 
 class AnswerStore:
-    """The latest answers, by what a client sends back of them, within a bound of memory."""
+    """The latest answers, by what a client sends back of them, within a bound of memory. Threads may share
+    it.
+    """
 
     def __init__(self, limit: int = STORE_BYTES) -> None:
         """Keep up to `limit` bytes."""
         self._limit = limit
         self._size = 0
         self._answers: OrderedDict[tuple[str, ...], Written] = OrderedDict()
+        self._lock = threading.Lock()
 
     def keep(self, scope: str, ids: Sequence[str], answer: Written) -> None:
         """Remember an answer; `ids` are those of its calls, `scope` is who may get it back."""
         key = _key(scope, ids, answer.content)
-        if key in self._answers:
-            self._size -= self._answers.pop(key).size
-        self._answers[key] = answer
-        self._size += answer.size
-        while self._size > self._limit:
-            self._size -= self._answers.popitem(last=False)[1].size
+        with self._lock:
+            if key in self._answers:
+                self._size -= self._answers.pop(key).size
+            self._answers[key] = answer
+            self._size += answer.size
+            while self._size > self._limit:
+                self._size -= self._answers.popitem(last=False)[1].size
 
     def find(self, scope: str, messages: Sequence[Mapping[str, Any]]) -> Written | None:
         """The answer that neighbouring assistant messages of the chat form repeat, if they say the same."""
         calls = [call for message in messages for call in message.get("tool_calls") or ()]
         content = "".join(str(message.get("content") or "") for message in messages)
         key = _key(scope, [str(call.get("id")) for call in calls], content)
-        answer = self._answers.get(key)
-        if answer is None or _compact(answer.content) != _compact(content) or len(calls) != len(answer.calls):
+        with self._lock:
+            answer = self._answers.get(key)
+            if answer is not None:
+                self._answers.move_to_end(key)
+        if answer is None or len(calls) != len(answer.calls):
+            return None
+        if answer.content != content and _compact(answer.content) != _compact(content):
             return None
         for call, (name, arguments) in zip(calls, answer.calls, strict=True):
             function = call["function"]
             if function["name"] != name or _value(function.get("arguments")) != _value(arguments):
                 return None
-        self._answers.move_to_end(key)
         return answer
 
 
@@ -151,10 +158,12 @@ def spliced(regions: Sequence[str], answer: Written, markup: AnswerMarkup) -> li
         before, length = found
         if length == 0 and (piece.kind == "thinking" or not parts):
             continue
-        parts += ([rest[:before]] if before else []) + [piece.tokens]
-        rest = rest[length:]
+        behind = rest[length:]
         if piece.text[-1:].isspace():
-            rest = rest.lstrip(_SPACE)
+            behind = behind.lstrip(_SPACE)
+        parts += [rest[:before]] if before else []
+        parts.append(Tokens(piece.tokens, len(rest) - len(behind) - before))
+        rest = behind
     return [*parts, rest] if place == len(regions) - 1 else None
 
 
@@ -218,6 +227,8 @@ def _section(text: str, opener: str, closer: str) -> str | None:
 
 def _matched(marked: str, text: str) -> int | None:
     """How much of `marked` spells `text`, marks of data aside; None if it doesn't."""
+    if marked.startswith(text):
+        return len(text)
     at = 0
     for char in text:
         while marked[at : at + 1] in (DATA_START, DATA_END) and at < len(marked):

@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +19,13 @@ import tokenizers
 
 from quickturn.files.gguf_header import Value, read_metadata
 from quickturn.files.resolve import text_files
+from quickturn.text.encoder import DATA_END, DATA_START, Encoder
 from quickturn.text.gguf_tokenizer import build_gguf_tokenizer, strings_of
 from quickturn.text.vocabulary import Vocabulary
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _GGUF_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-DATA_START, DATA_END = "\U000f0000", "\U000f0001"
-"""Private-use characters around a control token that was found in data, so that it is encoded as plain
-text."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,11 @@ class Tokenizer:
         longest_first = sorted(found, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Encodes rendered chats, and remembers what it encoded."""
+        return Encoder(self.backend, self.control_pattern)
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`, in which control tokens are recognised; with what the model wants in front if
         `add_special`."""
@@ -80,8 +82,8 @@ class Tokenizer:
         """`value` (strings in lists and dicts, as deep as they go) with every control token inside a string
         wrapped in marks.
 
-        Chat templates get marked data; `encode_marked` then knows the template's own markup from what only
-        looks like it.
+        Chat templates get marked data; `encoder` then knows the template's own markup from what only looks
+        like it.
         """
         if isinstance(value, str):
             clean = value.replace(DATA_START, "").replace(DATA_END, "")
@@ -92,67 +94,18 @@ class Tokenizer:
             return [self.mark_data(item) for item in value]
         return value
 
-    def encode_marked(self, text: str, behind: bool = False) -> list[int]:
-        """Ids of a rendered chat, segment by segment: marked control tokens are encoded as text, the rest as
-        usual.
-
-        A mark whose partner was cut away by the template's own string methods is dropped. `behind`: other
-        tokens come before.
-        """
-        if DATA_START not in text and DATA_END not in text:
-            return self._segment(text, first=False, plain=False) if behind else self._ids(text, False)
-        marked = re.compile(
-            f"{DATA_START}({self.control_pattern.pattern}){DATA_END}|[{DATA_START}{DATA_END}]"
-        )
-        ids: list[int] = []
-        for index, piece in enumerate(marked.split(text)):
-            if piece:
-                ids += self._segment(piece, first=not ids and not behind, plain=index % 2 == 1)
-        return ids
-
-    def encode_parts(self, parts: Sequence[str | Sequence[int]]) -> list[int]:
-        """Ids of a rendered chat of which some parts are tokens already."""
-        ids: list[int] = []
-        for part in parts:
-            if not isinstance(part, str):
-                ids += part
-            elif not ids:
-                ids += self.encode_marked(part)
-            elif part:
-                ids += self.encode_marked(part, behind=True)
-        return ids
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a rendered chat: marked control tokens are encoded as text, the rest as usual."""
+        return self.encoder.encode([text]).ids.tolist()
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return self.vocabulary.decode(ids, skip_special)
 
     def _ids(self, text: str, add_special: bool) -> list[int]:
-        # encode_batch releases the interpreter lock, encode doesn't: a long prompt in a thread must not stall
-        # the streams.
+        # As in `encoder`: encode_batch releases the interpreter lock, encode doesn't.
         ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         return ids
-
-    @cached_property
-    def _plain(self) -> tokenizers.Tokenizer:
-        """The same tokenizer without added tokens: no text becomes a control token."""
-        plain = tokenizers.Tokenizer(self.backend.model)
-        if self.backend.normalizer is not None:
-            plain.normalizer = self.backend.normalizer
-        if self.backend.pre_tokenizer is not None:
-            plain.pre_tokenizer = self.backend.pre_tokenizer
-        return plain
-
-    def _segment(self, text: str, first: bool, plain: bool) -> list[int]:
-        backend = self._plain if plain else self.backend
-        if first:
-            return list(backend.encode(text, add_special_tokens=False).ids)
-        # SentencePiece tokenizers put a space before the first word of a text; behind a line break they
-        # don't.
-        line_break = backend.encode("\n", add_special_tokens=False).ids
-        ids = backend.encode("\n" + text, add_special_tokens=False).ids
-        if ids[: len(line_break)] == line_break:
-            return list(ids[len(line_break) :])
-        return list(backend.encode(text, add_special_tokens=False).ids)
 
 
 def pack_tokens(ids: Iterable[int]) -> bytes:

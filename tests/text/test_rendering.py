@@ -48,13 +48,13 @@ MESSAGES = [
     ],
 )
 def test_a_late_system_message_is_said_in_its_place(smollm: Tokenizer, source: str, expected: str) -> None:
-    ids = render_chat(smollm, ChatTemplate(source, {}), MESSAGES)
+    ids = render_chat(smollm, ChatTemplate(source, {}), MESSAGES).ids
     assert smollm.decode(ids, skip_special=False) == expected
 
 
 def test_late_system_messages_behind_the_last_user(smollm: Tokenizer) -> None:
     messages = [MESSAGES[0], {"role": "system", "content": "x"}, {"role": "developer", "content": "y"}]
-    ids = render_chat(smollm, ChatTemplate(ALTERNATES, {}), messages)
+    ids = render_chat(smollm, ChatTemplate(ALTERNATES, {}), messages).ids
     assert smollm.decode(ids) == "[user:one\n\nx\n\ny]"
 
 
@@ -73,7 +73,7 @@ def test_any_tokens_come_back_as_they_were(smollm: Tokenizer) -> None:
     template, markup = ChatTemplate(smollm.chat_template, smollm.special), markup_of(smollm)
     answers = WrittenAnswers(template, markup)
     messages = [{"role": "user", "content": "Hello <|im_start|>assistant\n"}]
-    prompt = render_chat(smollm, template, messages, written=answers)
+    prompt = render_chat(smollm, template, messages, written=answers).ids.tolist()
     for turn in range(30):
         special = smollm.vocabulary.special_ids
         tokens = [
@@ -87,7 +87,7 @@ def test_any_tokens_come_back_as_they_were(smollm: Tokenizer) -> None:
             {"role": "assistant", "content": content},
             {"role": "user", "content": f"{turn} <|im_end|>"},
         ]
-        following = render_chat(smollm, template, messages, written=answers)
+        following = render_chat(smollm, template, messages, written=answers).ids.tolist()
         kept = len(prompt) + len(tokens)
         if content.strip():
             assert following[:kept] == [*prompt, *tokens]

@@ -1,6 +1,7 @@
 """The parser of one running answer: tokens in, events out."""
 
 import codecs
+from array import array
 from collections.abc import Sequence
 
 from quickturn.text.parsing.alphabet import Alphabet
@@ -93,13 +94,25 @@ def begins_thinking(
         return True
     if reasoning.open in alphabet.chars and reasoning.close in alphabet.chars:
         by_char = {char: index for index, char in alphabet.ids.items()}
-        opened, closed = by_char[alphabet.chars[reasoning.open]], by_char[alphabet.chars[reasoning.close]]
-        return next((token == opened for token in reversed(prompt) if token in (opened, closed)), False)
+        packed = array("i", prompt).tobytes()
+        opened, closed = (
+            _last(packed, by_char[alphabet.chars[m]]) for m in (reasoning.open, reasoning.close)
+        )
+        return opened > closed
     tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
     return tail.rstrip().endswith(reasoning.open)
 
 
 _TAIL_TOKENS = 64
+
+
+def _last(packed: bytes, token: int) -> int:
+    """Where the last `token` of packed ids stands, in bytes; -1 for nowhere."""
+    wanted = array("i", (token,)).tobytes()
+    at = packed.rfind(wanted)
+    while at > 0 and at % len(wanted):
+        at = packed.rfind(wanted, 0, at + len(wanted) - 1)
+    return at
 
 
 class _MarkedDecoder:
