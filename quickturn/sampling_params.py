@@ -26,7 +26,7 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off. `seed` None
     takes a fresh random seed; with a seed, the tokens depend on the request alone, never on its neighbours.
     `logprobs` is the number of alternatives reported per token (None: no logprobs at all, 0: the chosen
-    token only).
+    token only), `prompt_logprobs` the same for the tokens of the prompt.
     """
 
     max_tokens: int = 16
@@ -40,6 +40,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str: bool = False
@@ -49,7 +50,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range; the message starts with the field's name."""
+        tops = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
         checks: tuple[tuple[str, bool, str], ...] = (
+            *((name, top is None or 0 <= top <= 20, "between 0 and 20") for name, top in tops.items()),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -58,7 +61,6 @@ class SamplingParams:
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
         )
         for name, good, rule in checks:

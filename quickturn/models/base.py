@@ -1,6 +1,6 @@
 """What every model is: a declared architecture, and the program of steps made from it and its weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -176,7 +176,27 @@ class Model:
         x = residual
         for run in self._body:
             x = run(x, residual, batch)
-        rows = batch.sample_rows
+        return self._logits(x, residual, batch, batch.sample_rows)
+
+    def forward_scored(
+        self, batch: ForwardBatch, slices: Sequence[torch.Tensor], take: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """As `forward`; besides, the logits of each of `slices` (int64 indexes of the batch's tokens) are
+        given to `take`, one slice after the other, so that there is never more than one. For one rank alone.
+        """
+        assert self._ranks is None
+        residual = self._embed(batch.token_ids, batch.token_ids, batch)
+        x = residual
+        for run in self._body:
+            x = run(x, residual, batch)
+        for rows in slices:
+            take(self._logits(x, residual, batch, rows))
+        return self._logits(x, residual, batch, batch.sample_rows)
+
+    def _logits(
+        self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What follows the last layer that mixes tokens, for some of them."""
         if rows is not None:
             if rows.shape[0] == 0:
                 return torch.empty((0, self.vocab_size), dtype=torch.float32, device=x.device)
