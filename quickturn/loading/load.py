@@ -20,9 +20,12 @@ from quickturn.loading.fp8 import Fp8Source
 from quickturn.loading.mxfp4 import MxfpSource
 from quickturn.loading.parameters import load_parameters
 from quickturn.loading.source import RenamedSource, TensorSource
-from quickturn.models.base import Architecture, Model, build
+from quickturn.models.base import Architecture, Model, Ranks, build
 from quickturn.models.config import stored_in_fp8, text_config
+from quickturn.models.plan import programs_of
 from quickturn.models.registry import architecture_of
+from quickturn.parallel.collectives import Collectives
+from quickturn.parallel.shards import Place
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all)."""
@@ -51,23 +54,33 @@ class LoadedInfo:
 
 
 def load_model(
-    config: EngineConfig, device: torch.device, progress: Progress | None = None
+    config: EngineConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    place: Place | None = None,
+    collectives: Collectives | None = None,
 ) -> tuple[Model, LoadedInfo]:
-    """The model that `config` names, on `device`, ready to run.
+    """The model that `config` names, on `device`, ready to run; with `place` and `collectives` that rank's
+    share of it, in step with all other ranks, which load theirs.
 
     Raises LoadError if it can't be found or its weights don't fit it, UnsupportedModelError if no model file
-    serves it, ValueError if `max_context` is longer than the model allows.
+    serves it, ValueError if `max_context` is longer than the model allows, PlacementError if the ranks can't
+    share it out.
     """
     started = time.perf_counter()
     files = resolve(config.model, config.load_format)
     source, hf = _open(files)
     architecture = architecture_of(hf)
     specs = architecture.weights()
+    ranks = None
+    if place is not None and collectives is not None:
+        ranks = Ranks(programs_of(architecture, place.mesh), collectives)
+        collectives.use(ranks.programs.groups())
     max_context = _max_context(architecture, config.max_context)
     dtype = resolve_dtype(config.dtype, device)
     quantization = _quantization(config, files, hf, dtype, device)
     if source is None:
-        source = DummySource(specs, config.seed)
+        source = DummySource(specs, config.seed, place)
     else:
         source = MxfpSource(RenamedSource(source, architecture.prefixes, architecture.ignored))
     source = Fp8Source(source)
@@ -77,8 +90,9 @@ def load_model(
         if progress is not None:
             progress(label, done * dtype.itemsize, total * dtype.itemsize)
 
-    parameters = load_parameters(specs, source, dtype, device, report, quantization)
-    model = build(architecture, parameters, max_context, device)
+    parameters = load_parameters(specs, source, dtype, device, report, quantization, place)
+    own = architecture if place is None else architecture.on(place)
+    model = build(own, parameters, max_context, device, ranks)
     tied = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
     count = sum(spec.rows * (spec.columns or 1) for spec in specs) - tied
     held = {id(parameter): _bytes(parameter) for parameter in parameters.values()}

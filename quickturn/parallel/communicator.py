@@ -84,7 +84,7 @@ class Communicator:
         if most is not None and x.shape[0] < most:
             x = _padded(x, most)
         gathered = x.new_empty((over.size, *x.shape))
-        _GATHER(gathered, x.contiguous(), group=self._groups[over])
+        _GATHER(gathered.view(-1), x.contiguous().view(-1), group=self._groups[over])
         return _joined(gathered, dim, counts)
 
     def reduce_scatter(
@@ -95,7 +95,7 @@ class Communicator:
             return x
         parts = _parts(x, over.size, dim, counts)
         mine = parts.new_empty(parts.shape[1:])
-        _SCATTER(mine, parts, group=self._groups[over])
+        _SCATTER(mine.view(-1), parts.view(-1), group=self._groups[over])
         return mine if counts is None else mine[: counts[over.index(self.rank)]]
 
     def all_to_all(
