@@ -21,29 +21,30 @@ SIZES = (
 )
 """(rows, width, dtype)"""
 
-COLUMNS = 200
-
 Product = Callable[[Tensor, LinearWeight, Tensor | None], Tensor]
 
 
 def fp8_cases() -> tuple[Case, ...]:
     """Cases of `linear` and `linear_silu_and_mul`; the others take the weight as it was laid out for them."""
-    found = []
-    for size in SIZES:
-        shape = Matrix(*size)
-        for layout in (FP8_BLOCK, FP8_CHANNEL):
-            for bias in (False, True):
-                name = f"{shape} {layout}{' bias' if bias else ''}"
-                traits = {"layout": layout, "rows": rows_class(shape.rows)}
-                plain = {"prepare_fp8_linear": "reference"}
-                products: tuple[tuple[str, Product], ...] = (
-                    ("linear", linear),
-                    ("linear_silu_and_mul", linear_silu_and_mul),
-                )
-                for op, product in products:
-                    run = partial(_run, product, shape, layout, bias)
-                    found.append(Case(op, name, shape.dtype, traits, run, plain))
-    return tuple(found)
+    return tuple(
+        case
+        for size in SIZES
+        for layout in (FP8_BLOCK, FP8_CHANNEL)
+        for bias in (False, True)
+        for case in fp8_pair(Matrix(*size, columns=200), layout, bias)
+    )
+
+
+def fp8_pair(shape: Matrix, layout: str, bias: bool) -> tuple[Case, Case]:
+    """`linear` and `linear_silu_and_mul` of one shape and layout."""
+    name = f"{shape} to {shape.columns} {layout}{' bias' if bias else ''}"
+    traits = {"layout": layout, "rows": rows_class(shape.rows)}
+    plain = {"prepare_fp8_linear": "reference"}
+    product, gated = partial(_run, linear, shape), partial(_run, linear_silu_and_mul, shape)
+    return (
+        Case("linear", name, shape.dtype, traits, partial(product, layout, bias), plain),
+        Case("linear_silu_and_mul", name, shape.dtype, traits, partial(gated, layout, bias), plain),
+    )
 
 
 def _run(
@@ -52,13 +53,13 @@ def _run(
     wide = torch.full((shape.rows, shape.width + 16), float("nan"))
     wide[:, : shape.width] = torch.randn(shape.rows, shape.width, generator=generator)
     x = wide.to(shape.dtype).to(device)[:, : shape.width]
-    weight, scale = quantize_blocks(torch.randn(COLUMNS, shape.width, generator=generator))
+    weight, scale = quantize_blocks(torch.randn(shape.columns, shape.width, generator=generator))
     if layout == FP8_CHANNEL:
-        scale = torch.rand(COLUMNS, generator=generator)
+        scale = torch.rand(shape.columns, generator=generator)
     scale = scale * shape.width**-0.5
     prepared = prepare_fp8_linear(weight.to(device), scale.to(device))
     bias: Tensor | None = None
     if biased:
-        bias = torch.randn(COLUMNS, generator=generator).to(shape.dtype).to(device)
+        bias = torch.randn(shape.columns, generator=generator).to(shape.dtype).to(device)
     # x is rounded to e4m3 on either side of a tie, and sums are taken in another order.
     return Result({"out": product(x, prepared, bias)}, slack=50.0 if shape.dtype == torch.float32 else 4.0)
