@@ -80,11 +80,11 @@ def compile_program(
     for index, op in enumerate(ops):
         ways = every if index < tail else sampled
         if index == tail:
-            layers.append(_select(layers[-1], hidden, every))
+            layers.append(_select(layers[-1], _output(ops[index - 1]), hidden, every))
         before = ops[index - 1] if index else None
         forms = _forms(index, op, mesh, ways, load if index < tail else tail_load, hardware)
         layers.append(_step(layers[-1], before, op, forms, ways))
-    last = Tensor(ops[-1].gives, ops[-1].gives_element, ops[-1].joined)
+    last = _output(ops[-1])
     ways = every if tail >= len(ops) else sampled
     ends: dict[State, _Reached] = {}
     for (layout, stream), reached in layers[-1].items():
@@ -97,16 +97,17 @@ def compile_program(
     return Program(mesh, load.tokens, _walk_back([*layers, ends], end), ends[end].seconds)
 
 
-def _select(states: dict[State, _Reached], stream: Tensor, ways: Ways) -> dict[State, _Reached]:
-    """Behind the last step that reads other tokens, whose span the activations keep: the stream comes there,
-    too.
-    """
+def _select(states: dict[State, _Reached], x: Tensor, stream: Tensor, ways: Ways) -> dict[State, _Reached]:
+    """Only sampled tokens go on: activations and stream come to attention's span, where they are selected."""
     found: dict[State, _Reached] = {}
     home = ways.mesh.attention_span
     for (layout, span), reached in states.items():
-        path = ways.of(Layout(span), stream)[Layout(home)] if span else Path(0.0, ())
-        added: tuple[Instruction, ...] = (*path.of_stream(), Select())
-        _keep(found, (layout, home if span else 0), (layout, span), reached, path.seconds, added)
+        carried = ways.of(Layout(span), stream)[Layout(home)] if span else Path(0.0, ())
+        for then, path in ways.of(layout, x).items():
+            if then.span == home and (then == layout or layout.span != home):
+                added: tuple[Instruction, ...] = (*path.moves, *carried.of_stream(), Select())
+                seconds = path.seconds + carried.seconds
+                _keep(found, (then, home if span else 0), (layout, span), reached, seconds, added)
     return found
 
 
@@ -115,7 +116,7 @@ def _step(
 ) -> dict[State, _Reached]:
     """The states behind a step. Raises PlacementError if there are none."""
     adds, begins = op.placed.residual == "add_norm", op.placed.residual == "begin"
-    tensor = Tensor(op.takes) if before is None else Tensor(before.gives, before.gives_element, before.joined)
+    tensor = Tensor(op.takes) if before is None else _output(before)
     _check(before, op, any(stream for _, stream in states))
     found: dict[State, _Reached] = {}
     for (layout, stream), reached in states.items():
@@ -142,6 +143,10 @@ def _step(
             f" {_axis(before or op, ways.mesh)} to {op.placed.consumes} on {_axis(op, ways.mesh)}"
         )
     return found
+
+
+def _output(op: Op) -> Tensor:
+    return Tensor(op.gives, op.gives_element, op.joined)
 
 
 def _check(before: Op | None, op: Op, stream: bool) -> None:

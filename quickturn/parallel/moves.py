@@ -1,4 +1,4 @@
-"""Ways from one layout to another: what each collective does to a layout, and the cheapest way of them all."""
+"""Ways from one layout to another: what each collective does to a layout, and the cheapest one of them."""
 
 import heapq
 from collections.abc import Iterator
