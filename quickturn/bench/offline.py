@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quickturn.bench.machine import processor
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
 from quickturn.engine.messages import AddRequest, CancelRequest
@@ -180,7 +181,7 @@ class OfflineBench:
 def machine() -> dict[str, object]:
     """The facts about this machine and software that a figure depends on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "load_1m": round(os.getloadavg()[0], 2),
@@ -218,14 +219,3 @@ def run(
         decodes.append(asdict(decoded))
     bench.core.close()
     return results | {"prefill": prefills, "decode": decodes}
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

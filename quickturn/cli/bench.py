@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quickturn.cli import options
+from quickturn.cli import bench_agent, bench_sweep, options
 from quickturn.config import EngineConfig
 from quickturn.files.resolve import resolve
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Measure this machine. Example: quickturn bench offline embedded"
 )
+
+app.command(epilog=bench_agent.EXAMPLE)(options.explained()(bench_agent.agent))
+app.command(epilog=bench_sweep.SWEEP_EXAMPLE)(options.explained()(bench_sweep.sweep))
+app.command(epilog=bench_sweep.PAGE_EXAMPLE)(options.explained()(bench_sweep.page))
 
 
 def _numbers(text: str) -> list[int]:

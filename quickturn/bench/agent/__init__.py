@@ -1,0 +1,1 @@
+"""Agent sessions against a server or an engine: growing conversations, and what their users see."""
