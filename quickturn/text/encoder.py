@@ -20,11 +20,10 @@ from quickturn.text.runs import BEHIND, PLAIN, Cutter, Run
 
 KNOWN_BYTES = 64 << 20
 
-DATA_START, DATA_END = "\U000f0000", "\U000f0001"
-"""Private-use characters around a control token that was found in data, so that it is encoded as plain
-text."""
-
-_ANY_MARK = re.compile(f"[{DATA_START}{DATA_END}]")
+DATA_START, DATA_END = "\ufdd0", "\ufdd1"
+"""Noncharacters (no text of anybody holds them) around a control token that was found in data, so that it is
+encoded as plain text.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Encoder:
         its own.
         """
         self._backends = (backend, _without_added(backend))
-        self._marked = re.compile(f"{DATA_START}({control.pattern}){DATA_END}|[{DATA_START}{DATA_END}]")
+        self._control = control
         self._cutter = Cutter(backend)
         self._known = known or KnownRuns()
         self._line_breaks = [
@@ -129,19 +128,26 @@ class Encoder:
         return Encoded(ids, tuple(positions))
 
     def _runs(self, text: str, start: int, behind: bool) -> list[Run]:
-        if _ANY_MARK.search(text) is None:
-            return list(self._cutter.runs(text, BEHIND * behind, start))
         runs: list[Run] = []
-        at = 0
-        for found in self._marked.finditer(text):
-            kind = BEHIND * (behind or bool(runs))
-            runs += self._cutter.runs(text[at : found.start()], kind, start + at)
-            if found[1] is not None:
-                kind = PLAIN | BEHIND * (behind or bool(runs))
-                runs += self._cutter.runs(found[1], kind, start + found.start(1))
-            at = found.end()
-        runs += self._cutter.runs(text[at:], BEHIND * (behind or bool(runs)), start + at)
+        before, *marked = text.split(DATA_START)
+        self._add(runs, before, 0, start, behind)
+        at = start + len(before)
+        for piece in marked:
+            at += 1
+            quoted = self._control.match(piece)
+            length = 0
+            if quoted is not None and piece.startswith(DATA_END, quoted.end()):
+                self._add(runs, quoted[0], PLAIN, at, behind)
+                length = quoted.end() + 1
+            self._add(runs, piece[length:], 0, at + length, behind)
+            at += len(piece)
         return runs
+
+    def _add(self, runs: list[Run], text: str, kind: int, start: int, behind: bool) -> None:
+        """The runs of `text`, in which a mark has no partner."""
+        for piece in text.split(DATA_END):
+            runs += self._cutter.runs(piece, kind | BEHIND * (behind or bool(runs)), start)
+            start += len(piece) + 1
 
     def _ids(self, runs: Sequence[Run], scope: str) -> list["array[int]"]:
         """The ids of each run."""

@@ -52,8 +52,8 @@ def render_chat(
     return tokenizer.encoder.encode(parts, scope, sorted({end for end in ends if 0 < end < len(text)}))
 
 
-_OTHERS = "\U000f0002"
-"""What another prompt says where it parts from this one: a character that no text holds."""
+_OTHERS = "\ufdd2"
+"""What another prompt says where it parts from this one: a noncharacter."""
 
 
 def _usual_places(messages: Sequence[Message]) -> list[Place]:
