@@ -7,7 +7,7 @@ that a prompt of 200k tokens is one memory copy and not 200k Python objects.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import cast, get_args
+from typing import NamedTuple, cast, get_args
 
 from quickturn.sampling_params import Constraint, SamplingParams
 
@@ -95,9 +95,11 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
-    """New tokens of a request. `finish`: '' while it runs, else stop, length, cancelled, timeout or error."""
+class TokenOutput(NamedTuple):
+    """New tokens of a request. `finish`: '' while it runs, else stop, length, cancelled, timeout or error.
+
+    A tuple: one is made, packed and unpacked for every token, at a third of a dataclass's time.
+    """
 
     id: int
     tokens: list[int]

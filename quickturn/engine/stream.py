@@ -13,10 +13,11 @@ class EngineDied(RuntimeError):
 
 
 class RequestStream(AsyncIterator[TokenOutput]):
-    """The outputs of one request, in order; ends after the one with a `finish`.
+    """The outputs of one request, in order; the one with a `finish` is the last.
 
-    What comes while nobody reads is joined to one output, so that a slow reader costs the memory of its
-    tokens and gets fewer, longer outputs. Raises EngineDied when the engine process dies meanwhile.
+    Iterate over them, or have them handed over by `listen`. What comes while nobody reads is joined to one
+    output, so that a slow reader costs the memory of its tokens and gets fewer, longer outputs. The iterator
+    raises EngineDied when the engine process dies meanwhile.
     """
 
     def __init__(self, cancel: Callable[[int, bool], None], request_id: int) -> None:
@@ -25,6 +26,9 @@ class RequestStream(AsyncIterator[TokenOutput]):
         self._cancel = cancel
         self._outputs: deque[TokenOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[TokenOutput], None] | None = None
+        self._on_failure: Callable[[EngineDied], None] | None = None
+        self._held = False
         self._failure: str | None = None
         self.ended = False
         """Nothing more comes: the request finished, failed, or was cancelled from this side."""
@@ -40,6 +44,25 @@ class RequestStream(AsyncIterator[TokenOutput]):
             await self._waiter
         return self._outputs.popleft()
 
+    def listen(self, take: Callable[[TokenOutput], None], on_failure: Callable[[EngineDied], None]) -> None:
+        """Call `take` with every output in the turn of the event loop that brings it, which spares a task's
+        wake a token; it must not raise. `on_failure` is called when the engine dies before the last one.
+        """
+        self._take, self._on_failure = take, on_failure
+        self.release()
+
+    def hold(self) -> None:
+        """Keep what comes, joined, until `release`: the listener can't get rid of more."""
+        self._held = True
+
+    def release(self) -> None:
+        """Hand over what was kept, and go on."""
+        self._held = False
+        while self._outputs and self._take is not None and not self._held:
+            self._take(self._outputs.popleft())
+        if self._failure is not None and not self._outputs and self._on_failure is not None:
+            self._on_failure(EngineDied(self._failure))
+
     def cancel(self, finished: bool = False) -> None:
         """Tell the engine to stop this request; without effect once it has ended. `finished`: it was a good
         answer."""
@@ -49,19 +72,23 @@ class RequestStream(AsyncIterator[TokenOutput]):
 
     def put(self, output: TokenOutput) -> None:
         """Hand the reader an output."""
+        if output.finish:
+            self.ended = True
+        if self._take is not None and not self._held:
+            self._take(output)
+            return
         if self._outputs and output.finish in ("", "stop", "length"):
             self._outputs.append(_joined(self._outputs.pop(), output))
         else:
             self._outputs.append(output)
-        if output.finish:
-            self._end()
-        else:
-            self._wake()
+        self._wake()
 
     def fail(self, message: str) -> None:
         """End with EngineDied."""
         self._failure = message
         self._end()
+        if not self._held:
+            self.release()
 
     def _end(self) -> None:
         self.ended = True

@@ -1,15 +1,14 @@
 """Writes an answer as Anthropic's message object, whole or as its stream of events."""
 
 import hashlib
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from quickturn.server.answering import Answers
 from quickturn.server.errors import ApiError, anthropic_body
-from quickturn.server.generation import Usage
+from quickturn.server.generation import Piece, Usage
 from quickturn.server.openai_objects import new_id
 from quickturn.server.streaming import StreamDialect, named_event
 from quickturn.text.answer_reader import AnswerEvent, Finished
@@ -76,18 +75,23 @@ class MessageReply:
     def __init__(self, answers: Answers, model: str) -> None:
         self._answers = answers
         self._model = model
+        self._blocks = Blocks()
+        self._begun = False
 
     async def whole(self) -> bytes:
         """The message object of an answer that isn't streamed."""
-        blocks, content = Blocks(), list[Event]()
+        content: list[Event] = []
         finished = Finished("stop")
-        async with aclosing(self._answers.pieces()) as pieces:
-            async for piece in pieces:
-                for event in piece.content:
-                    for change in blocks.add(event):
-                        apply(change, content)
-                    if isinstance(event, Finished):
-                        finished = event
+
+        def take(piece: Piece[list[AnswerEvent]]) -> None:
+            nonlocal finished
+            for event in piece.content:
+                for change in self._blocks.add(event):
+                    apply(change, content)
+                if isinstance(event, Finished):
+                    finished = event
+
+        await self._answers.run(take)
         usage = self._answers.usage
         message = {
             **self._head(),
@@ -97,23 +101,26 @@ class MessageReply:
         }
         return msgspec.json.encode(message)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """`message_start` once the prompt is through, content blocks as they form, `message_delta` and
-        `message_stop`.
-        """
-        blocks, begun = Blocks(), False
-        async with aclosing(self._answers.pieces()) as pieces:
-            async for piece in pieces:
-                if not begun:
-                    begun = True
-                    yield self._start()
-                for event in piece.content:
-                    for change in blocks.add(event):
-                        yield named_event(change)
-                    if isinstance(event, Finished):
-                        usage = {"output_tokens": self._answers.usage.completion}
-                        yield named_event({"type": "message_delta", "delta": _stop(event), "usage": usage})
-        yield named_event({"type": "message_stop"})
+    def begin(self) -> bytes:
+        """Nothing: `message_start` tells what was cached, which the first piece brings."""
+        return b""
+
+    def more(self, piece: Piece[list[AnswerEvent]]) -> bytes:
+        """`message_start`, content blocks as they form, `message_delta`."""
+        changes = []
+        if not self._begun:
+            self._begun = True
+            changes.append(self._start())
+        for event in piece.content:
+            changes += map(named_event, self._blocks.add(event))
+            if isinstance(event, Finished):
+                usage = {"output_tokens": self._answers.usage.completion}
+                changes.append(named_event({"type": "message_delta", "delta": _stop(event), "usage": usage}))
+        return b"".join(changes)
+
+    def end(self) -> bytes:
+        """`message_stop`."""
+        return named_event({"type": "message_stop"})
 
     def _start(self) -> bytes:
         message = {

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 from quickturn.engine.messages import TokenLogprobs, TokenOutput
 from quickturn.engine.stream import EngineDied, RequestStream
@@ -70,8 +72,7 @@ class Routing:
     retention: float = 0.0
 
 
-@dataclass(frozen=True)
-class Piece(Generic[Content]):
+class Piece(msgspec.Struct, Generic[Content], frozen=True):
     """News of one choice: its new content (text or events), the tokens, their log probabilities, and the
     reason of the end ('' before it).
     """
@@ -95,7 +96,7 @@ class Usage:
 
 @dataclass
 class Generation(Generic[Content]):
-    """All choices of one HTTP request, each read by its own `reader`. Iterate `pieces` to the end, or call
+    """All choices of one HTTP request, each read by its own `reader`. `run` it to the end, or call
     `cancel`.
     """
 
@@ -122,20 +123,44 @@ class Generation(Generic[Content]):
         """How many answers there will be; choice i belongs to prompt i // (choices per prompt)."""
         return len(self._streams)
 
-    async def pieces(self) -> AsyncGenerator[Piece[Content], None]:
-        """The news of all choices as they come. Raises ApiError when the engine refuses or dies; cancels what
-        is left when closed."""
+    async def run(self, sink: Callable[[Piece[Content]], None]) -> None:
+        """Give `sink` the news of all choices, each as its tokens come from the engine: no task has to be
+        woken for them. Returns behind the last; cancels what is left when it is ended before.
+
+        Raises what `sink` raises, and ApiError when the engine refuses or dies.
+        """
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        running = len(self._streams)
+
+        def end(error: Exception | None) -> None:
+            nonlocal running
+            running -= 1
+            if over.done():
+                return
+            if error is not None:
+                over.set_exception(error)
+            elif not running:
+                over.set_result(None)
+
         try:
-            if len(self._streams) == 1:
-                async for piece in self._choice(0):
-                    yield piece
-            else:
-                async for piece in self._merged():
-                    yield piece
+            for index, (stream, reader) in enumerate(zip(self._streams, self._readers, strict=True)):
+                choice = _Choice(self, index, stream, reader, sink, end)
+                stream.listen(choice.take, choice.end)
+            await over
         except EngineDied as error:
             raise unavailable(str(error)) from error
         finally:
             self.cancel()
+
+    def hold(self) -> None:
+        """The client reads slower than its answers come: keep them (joined) until `release`."""
+        for stream in self._streams:
+            stream.hold()
+
+    def release(self) -> None:
+        """The client has room again."""
+        for stream in self._streams:
+            stream.release()
 
     def cancel(self) -> None:
         """Stop every choice that still runs; the engine frees what they hold within a step."""
@@ -143,6 +168,25 @@ class Generation(Generic[Content]):
             if not stream.ended:
                 self.state.metrics.finished.labels("aborted").inc()
                 stream.cancel()
+
+    def count_cached(self, index: int, tokens: int) -> None:
+        """Choice `index` reports cached prompt tokens. Of several choices over one prompt the first to report
+        counts: the others' hits are on its own work.
+        """
+        number = index * len(self.prompts) // len(self._streams)
+        if number not in self._cached:
+            self._cached[number] = tokens
+            self.usage.cached += tokens
+            self.state.metrics.cached_tokens.inc(tokens)
+
+    def count_gap(self, last: float, tokens: int) -> float:
+        """`tokens` of a choice came, the ones before at `last` (0: these are its first); returns the time."""
+        now = time.monotonic()
+        if not last:
+            self.state.metrics.first_token.observe(now - self._arrival)
+        elif tokens:
+            self.state.metrics.answers.gap((now - last) / tokens)
+        return now
 
     def _submit(self, prompt: Prompt, packed: bytes, sampling: SamplingParams) -> None:
         # Made first: what can fail must not leave a request behind that nobody reads.
@@ -162,78 +206,69 @@ class Generation(Generic[Content]):
         self._streams.append(stream)
         self._readers.append(reader)
 
-    async def _choice(self, index: int) -> AsyncGenerator[Piece[Content], None]:
-        stream, reader = self._streams[index], self._readers[index]
-        last = 0.0
-        async for output in stream:
-            if output.finish in ("error", "cancelled", "timeout"):
-                raise _ended_badly(output)
-            self._count_cached(index, output)
-            last = self._observe(last, len(output.tokens))
-            news = reader.push(output.tokens, output.finish)
-            if news.stopped_here:
-                stream.cancel(finished=True)
-            self.usage.completion += news.tokens
-            self.state.metrics.answers.tokens += news.tokens
-            if news.finish:
-                self.state.metrics.finished.labels(news.finish).inc()
-            if news.finish == "tool_calls" and self.routing.session:
-                self.state.engine.hold(self.routing.session, TOOL_HOLD_S)
-            yield Piece(
-                index=index,
-                content=news.content,
-                tokens=output.tokens[: news.tokens],
-                logprobs=(output.logprobs or ())[: news.tokens],
-                finish=news.finish,
-            )
-            if news.finish:
-                return
 
-    async def _merged(self) -> AsyncGenerator[Piece[Content], None]:
-        # Bounded: while nobody reads, outputs wait (and are joined) in the streams.
-        queue: asyncio.Queue[Piece[Content] | BaseException | None] = asyncio.Queue(len(self._streams))
+class _Choice(Generic[Content]):
+    """One choice that is being read. `end` is called once: with None behind its last piece, or with what went
+    wrong.
+    """
 
-        async def pump(index: int) -> None:
-            try:
-                async for piece in self._choice(index):
-                    await queue.put(piece)
-                await queue.put(None)
-            except Exception as error:
-                await queue.put(error)
+    def __init__(
+        self,
+        generation: Generation[Content],
+        index: int,
+        stream: RequestStream,
+        reader: Reader[Content],
+        sink: Callable[[Piece[Content]], None],
+        end: Callable[[Exception | None], None],
+    ) -> None:
+        self._generation = generation
+        self._index = index
+        self._stream = stream
+        self._reader = reader
+        self._sink = sink
+        self._on_end = end
+        self._last = 0.0
+        self._ended = False
 
-        tasks = [asyncio.create_task(pump(index)) for index in range(len(self._streams))]
-        try:
-            running = len(tasks)
-            while running:
-                came = await queue.get()
-                if came is None:
-                    running -= 1
-                elif isinstance(came, BaseException):
-                    raise came
-                else:
-                    yield came
-        finally:
-            for task in tasks:
-                task.cancel()
+    def end(self, error: Exception | None) -> None:
+        """Nothing more is read."""
+        if not self._ended:
+            self._ended = True
+            self._on_end(error)
 
-    def _count_cached(self, index: int, output: TokenOutput) -> None:
-        """Of several choices over one prompt the first to report counts: the others' hits are on its own
-        work."""
-        if output.cached_tokens < 0:
+    def take(self, output: TokenOutput) -> None:
+        """Read an output. What goes wrong ends this request, and not the loop that brings everybody's."""
+        if self._ended:
             return
-        number = index * len(self.prompts) // len(self._streams)
-        if number not in self._cached:
-            self._cached[number] = output.cached_tokens
-            self.usage.cached += output.cached_tokens
-            self.state.metrics.cached_tokens.inc(output.cached_tokens)
+        try:
+            self._read(output)
+        except Exception as error:
+            self.end(error)
 
-    def _observe(self, last: float, tokens: int) -> float:
-        now = time.monotonic()
-        if not last:
-            self.state.metrics.first_token.observe(now - self._arrival)
-        elif tokens:
-            self.state.metrics.answers.gap((now - last) / tokens)
-        return now
+    def _read(self, output: TokenOutput) -> None:
+        generation, tokens = self._generation, output.tokens
+        if output.finish in ("error", "cancelled", "timeout"):
+            raise _ended_badly(output)
+        if output.cached_tokens >= 0:
+            generation.count_cached(self._index, output.cached_tokens)
+        self._last = generation.count_gap(self._last, len(tokens))
+        news = self._reader.push(tokens, output.finish)
+        if news.stopped_here:
+            self._stream.cancel(finished=True)
+        count = news.tokens
+        generation.usage.completion += count
+        state = generation.state
+        state.metrics.answers.tokens += count
+        if count < len(tokens):
+            tokens = tokens[:count]
+        logprobs = output.logprobs[:count] if output.logprobs else ()
+        if news.finish:
+            state.metrics.finished.labels(news.finish).inc()
+            if news.finish == "tool_calls" and generation.routing.session:
+                state.engine.hold(generation.routing.session, TOOL_HOLD_S)
+        self._sink(Piece(self._index, news.content, tokens, logprobs, news.finish))
+        if news.finish:
+            self.end(None)
 
 
 def _ended_badly(output: TokenOutput) -> ApiError:

@@ -1,8 +1,6 @@
 """Writes answers as chat completion objects, whole or in chunks."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +9,7 @@ import msgspec
 from quickturn.server.answering import Answers
 from quickturn.server.generation import Piece
 from quickturn.server.openai_objects import chat_logprobs, new_id, usage_object
-from quickturn.server.streaming import DONE, event_of
+from quickturn.server.streaming import DONE, Frame, event_of
 from quickturn.text.answer_reader import AnswerEvent, Finished
 from quickturn.text.parsing.events import (
     ReasoningDelta,
@@ -70,17 +68,20 @@ class ChatReply:
         self._answers = answers
         self._logprobs = logprobs
         self._wants_usage = wants_usage
+        self._frames: dict[int, Frame] = {}
         self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
 
     async def whole(self) -> bytes:
         """The one JSON object of an answer that isn't streamed."""
         choices = [_Choice() for _ in range(self._answers.choices)]
-        async with aclosing(self._answers.pieces()) as pieces:
-            async for piece in pieces:
-                choice = choices[piece.index]
-                for event in piece.content:
-                    choice.add(event)
-                choice.logprobs += self._logprob_entries(piece)
+
+        def take(piece: Piece[list[AnswerEvent]]) -> None:
+            choice = choices[piece.index]
+            for event in piece.content:
+                choice.add(event)
+            choice.logprobs += self._logprob_entries(piece)
+
+        await self._answers.run(take)
         objects = [
             {
                 "index": index,
@@ -95,27 +96,42 @@ class ChatReply:
             {**self._head, "object": "chat.completion", "choices": objects, "usage": usage}
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer: the role first, then deltas as they come, usage if asked for,
-        `[DONE]`."""
-        for index in range(self._answers.choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-        async with aclosing(self._answers.pieces()) as pieces:
-            async for piece in pieces:
-                entries = self._logprob_entries(piece)
-                deltas = [delta for event in piece.content if (delta := _delta(event)) is not None]
-                if entries and not deltas:
-                    deltas = [{}]
-                for delta in deltas:
-                    yield self._chunk(piece.index, delta, entries)
-                    entries = []
-                last = piece.content[-1] if piece.content else None
-                if isinstance(last, Finished):
-                    yield self._chunk(piece.index, {}, finish=last.reason)
-        if self._wants_usage:
-            usage = usage_object(self._answers.usage)
-            yield event_of({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
-        yield DONE
+    def begin(self) -> bytes:
+        """The role of each choice."""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, role) for index in range(self._answers.choices))
+
+    def more(self, piece: Piece[list[AnswerEvent]]) -> bytes:
+        """Deltas, and the reason of the end."""
+        entries = self._logprob_entries(piece)
+        chunks = []
+        for event in piece.content:
+            if isinstance(event, TextDelta) and not entries:
+                chunks.append(self._text(piece.index).fill(event.text))
+            elif (delta := _delta(event)) is not None:
+                chunks.append(self._chunk(piece.index, delta, entries))
+                entries = []
+        if entries:
+            chunks.insert(0, self._chunk(piece.index, {}, entries))
+        last = piece.content[-1] if piece.content else None
+        if isinstance(last, Finished):
+            chunks.append(self._chunk(piece.index, {}, finish=last.reason))
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def end(self) -> bytes:
+        """Usage if asked for, and `[DONE]`."""
+        if not self._wants_usage:
+            return DONE
+        usage = usage_object(self._answers.usage)
+        return (
+            event_of({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}) + DONE
+        )
+
+    def _text(self, index: int) -> Frame:
+        frame = self._frames.get(index)
+        if frame is None:
+            frame = self._frames[index] = Frame(lambda text: self._chunk(index, {"content": text}))
+        return frame
 
     def _chunk(
         self,

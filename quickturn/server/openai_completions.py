@@ -1,8 +1,6 @@
 """`POST /v1/completions`."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -134,24 +132,28 @@ class _Reply:
         """The one JSON object of an answer that isn't streamed."""
         count = self._generation.choices
         collected: list[list[Piece[str]]] = [[] for _ in range(count)]
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                collected[piece.index].append(piece)
+        await self._generation.run(lambda piece: collected[piece.index].append(piece))
         choices = [self._choice(_joined(index, collected[index])) for index in range(count)]
         return msgspec.json.encode(
             {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer: text as it comes, usage if asked for, `[DONE]`."""
+    def begin(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def more(self, piece: Piece[str]) -> bytes:
+        """The piece's text, if there is news."""
+        if not (piece.content or piece.logprobs or piece.finish):
+            return b""
         usage = {"usage": None} if self._body.wants_usage else {}
-        async with aclosing(self._generation.pieces()) as pieces:
-            async for piece in pieces:
-                if piece.content or piece.logprobs or piece.finish:
-                    yield event_of({**self._head, "choices": [self._choice(piece)], **usage})
-        if self._body.wants_usage:
-            yield event_of({**self._head, "choices": [], "usage": usage_object(self._generation.usage)})
-        yield DONE
+        return event_of({**self._head, "choices": [self._choice(piece)], **usage})
+
+    def end(self) -> bytes:
+        """Usage if asked for, and `[DONE]`."""
+        if not self._body.wants_usage:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": usage_object(self._generation.usage)}) + DONE
 
     def _choice(self, piece: Piece[str]) -> dict[str, Any]:
         logprobs = None

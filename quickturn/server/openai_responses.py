@@ -1,5 +1,7 @@
 """`/v1/responses`: the OpenAI Responses API, with responses that later ones may go on from."""
 
+from dataclasses import replace
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +16,7 @@ from quickturn.server.responses_items import Item, input_items
 from quickturn.server.responses_reply import ResponseReply
 from quickturn.server.responses_store import StoredResponse
 from quickturn.server.state import ServerState
+from quickturn.server.streaming import OPENAI
 
 _DECODER = msgspec.json.Decoder(ResponsesBody)
 
@@ -42,7 +45,8 @@ async def responses(request: Request) -> Response:
 
     fields = echo(body, id, model)
     reply = ResponseReply(state.tokenizer.vocabulary, answers, fields, body.logprobs is not None, keep)
-    return await answer(request, answers, reply, bool(body.stream), state.limits.keepalive)
+    dialect = replace(OPENAI, error=reply.failed)
+    return await answer(request, answers, reply, bool(body.stream), state.limits.keepalive, dialect)
 
 
 async def stored_response(request: Request) -> Response:

@@ -1,31 +1,32 @@
 """The way from a request to its answer that every generating endpoint takes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickturn.server.generation import Generation
-from quickturn.server.streaming import OPENAI, EventStream, StreamDialect, unless_gone
+from quickturn.server.generation import Generation, Piece
+from quickturn.server.streaming import OPENAI, Events, EventStream, StreamDialect, unless_gone
 
 OFF_LOOP_BYTES = 16 << 10
 """Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
 them."""
 
 Result = TypeVar("Result")
+Content = TypeVar("Content")
 
 
-class Reply(Protocol):
-    """The answers of one generation in an API's own objects; one of the two is called."""
+class Reply(Events[Piece[Content]], Protocol[Content]):
+    """The answers of one generation in an API's own objects, in one of the two ways."""
+
+    def more(self, piece: Piece[Content]) -> bytes:
+        """The server-sent events of a streamed answer's piece."""
 
     async def whole(self) -> bytes:
         """The JSON of an answer that isn't streamed."""
-
-    def events(self) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of a streamed answer."""
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -43,8 +44,8 @@ async def prepare(request: Request, work: Callable[[], Result]) -> Result:
 
 async def answer(
     request: Request,
-    generation: Generation[Any],
-    reply: Reply,
+    generation: Generation[Content],
+    reply: Reply[Content],
     stream: bool,
     keepalive: float,
     dialect: StreamDialect = OPENAI,
@@ -53,7 +54,7 @@ async def answer(
     ClientGone.
     """
     if stream:
-        return EventStream(reply.events(), keepalive, generation.cancel, dialect)
+        return EventStream(generation, reply, keepalive, dialect)
     try:
         return Response(await unless_gone(request, reply.whole()), media_type="application/json")
     finally:

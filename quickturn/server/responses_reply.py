@@ -1,8 +1,7 @@
 """Writes an answer as a response object, whole or as its stream of events."""
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -39,48 +38,53 @@ class ResponseReply:
         self._output = Output()
         self._finished = Finished("stop")
         self._reasoning_tokens = 0
+        self._number = 0
 
     async def whole(self) -> bytes:
         """The response object of an answer that isn't streamed."""
-        async with aclosing(self._changes()) as changes:
-            async for _ in changes:
+
+        def take(piece: Piece[list[AnswerEvent]]) -> None:
+            for _ in self._changes(piece):
                 pass
+
+        await self._answers.run(take)
         return msgspec.json.encode(self._ended())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer, their sequence numbers rising from 0."""
-        number = 0
+    def begin(self) -> bytes:
+        """`response.created` and `response.in_progress`."""
+        return b"".join(
+            self._event({"type": f"response.{type}", "response": self._object("in_progress")})
+            for type in ("created", "in_progress")
+        )
 
-        def event(fields: Event) -> bytes:
-            nonlocal number
-            numbered = {**fields, "sequence_number": number}
-            number += 1
-            return named_event(numbered)
+    def more(self, piece: Piece[list[AnswerEvent]]) -> bytes:
+        """What the piece changes in the output items."""
+        return b"".join(map(self._event, self._changes(piece)))
 
-        yield event({"type": "response.created", "response": self._object("in_progress")})
-        yield event({"type": "response.in_progress", "response": self._object("in_progress")})
-        try:
-            async with aclosing(self._changes()) as changes:
-                async for change in changes:
-                    yield event(change)
-        except ApiError as error:
-            wrong = {"code": error.code or "server_error", "message": error.message}
-            yield event({"type": "response.failed", "response": self._object("failed", error=wrong)})
-            return
+    def end(self) -> bytes:
+        """The whole response, completed or incomplete."""
         response = self._ended()
-        yield event({"type": f"response.{response['status']}", "response": response})
+        return self._event({"type": f"response.{response['status']}", "response": response})
 
-    async def _changes(self) -> AsyncGenerator[Event, None]:
-        async with aclosing(self._answers.pieces()) as pieces:
-            async for piece in pieces:
-                self._count_reasoning(piece)
-                entries = self._logprob_entries(piece)
-                for item in piece.content:
-                    if isinstance(item, Finished):
-                        self._finished = item
-                    for change in self._output.add(item, entries if isinstance(item, TextDelta) else ()):
-                        yield change
-                    entries = [] if isinstance(item, TextDelta) else entries
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a response that went wrong."""
+        wrong = {"code": error.code or "server_error", "message": error.message}
+        return self._event({"type": "response.failed", "response": self._object("failed", error=wrong)})
+
+    def _event(self, fields: Event) -> bytes:
+        """An event with the next sequence number; they rise from 0."""
+        numbered = {**fields, "sequence_number": self._number}
+        self._number += 1
+        return named_event(numbered)
+
+    def _changes(self, piece: Piece[list[AnswerEvent]]) -> Iterator[Event]:
+        self._count_reasoning(piece)
+        entries = self._logprob_entries(piece)
+        for item in piece.content:
+            if isinstance(item, Finished):
+                self._finished = item
+            yield from self._output.add(item, entries if isinstance(item, TextDelta) else ())
+            entries = [] if isinstance(item, TextDelta) else entries
 
     def _count_reasoning(self, piece: Piece[list[AnswerEvent]]) -> None:
         """Tokens that came together are counted as what they brought last."""

@@ -16,6 +16,7 @@ from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.process import DEFAULT_CORE
 from quickturn.files.resolve import display_name
 from quickturn.server.app import build_app
+from quickturn.server.direct import DirectProtocol
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
 from quickturn.text.answer_format import AUTO, choose_format, markup_of
@@ -88,6 +89,7 @@ async def serve(
             server = _Server(
                 uvicorn.Config(
                     build_app(state, config.cors_origins),
+                    http=DirectProtocol,
                     log_level=config.log_level,
                     access_log=False,
                     lifespan="off",
