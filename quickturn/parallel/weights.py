@@ -126,7 +126,8 @@ def narrowed(cut: Cut | None, share: Share) -> Cut:
     if cut.swapped:
         order[-2:] = order[-1], order[-2]
     if share.columns is not None:
-        at[order[-1]] = _within(at[order.pop()], share.columns)
+        last = order.pop()
+        at[last] = _within(at[last], share.columns)
     lengths = [len(range(*at[dim])) for dim in order]
     first = next((place for place, length in enumerate(lengths) if length > 1), len(lengths) - 1)
     inner = math.prod(lengths[first + 1 :])
