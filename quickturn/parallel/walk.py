@@ -100,12 +100,12 @@ def _fused(instruction: Fused, program: Program, step: Step, collectives: Collec
             flow.x = collectives.all_reduce_add_norm(flow.x, flow.residual, norm.weight, norm.eps, over)
 
         return reduced
-    scatter = _mover(
-        Move("reduce_scatter_tokens", "x", over, instruction.before, instruction.after), program, collectives
-    )
+    own, rank = program.mesh.attention_span, collectives.rank
 
     def scattered(flow: Flow) -> None:
-        flow.x = norm(scatter(flow.x, flow.rows), flow.residual, flow.batch)
+        x = _filled(flow.x, flow.rows.at(own, rank)) if instruction.before.span == own else flow.x
+        counts = _counts(flow.rows, instruction.after.span, over.members(rank))
+        flow.x = collectives.reduce_scatter_add_norm(x, flow.residual, norm.weight, norm.eps, over, counts)
 
     return scattered
 

@@ -1,6 +1,5 @@
 """Compiled programs, on ranks in numpy, compute what the whole model computes, and are the cheapest ones."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -83,36 +82,35 @@ def test_random_cases_use_every_instruction() -> None:
     }  # fmt: skip
 
 
-def ways_to(layout: Layout, want: Layout, mesh: Mesh, tensor: Tensor, longest: int) -> Iterator[list[Move]]:
-    """Every sequence of moves from one layout to another."""
-    if layout == want:
-        yield []
-    if longest:
-        for kind, over, after in edges(layout, mesh, tensor):
-            for rest in ways_to(after, want, mesh, tensor, longest - 1):
-                yield [Move(kind, "x", over, layout, after), *rest]
+def least_seconds(have: Layout, tensor: Tensor, ways: Ways) -> dict[Layout, float]:
+    """Seconds to every layout, by relaxing every move until nothing gets cheaper (Bellman and Ford)."""
+    found, changed = {have: 0.0}, True
+    while changed:
+        changed = False
+        for layout, seconds in list(found.items()):
+            for kind, over, after in edges(layout, ways.mesh, tensor):
+                total = seconds + ways.seconds(Move(kind, "x", over, layout, after), tensor)
+                if total < found.get(after, np.inf):
+                    found[after], changed = total, True
+    return found
 
 
 def cheapest(
     nodes: list[Node], mesh: Mesh, load: Load, hardware: Hardware, at: int, layout: Layout, stream: int
 ) -> float:
-    """Seconds of the rest of a program, by trying everything."""
+    """Seconds of the rest of a program, by trying every form of every step."""
     ways = Ways(mesh, load.tokens, hardware)
-
-    def least(have: Layout, want: Layout, tensor: Tensor) -> float:
-        every = ways_to(have, want, mesh, tensor, 3)
-        return min((sum(ways.seconds(move, tensor) for move in way) for way in every), default=np.inf)
-
     before = nodes[at - 1].op if at else None
     tensor = Tensor(before.gives, before.gives_element, before.joined) if before else Tensor(0)
+    moved = least_seconds(layout, tensor, ways)
     if at == len(nodes):
-        return least(layout, Layout(mesh.attention_span), tensor)
+        return moved[Layout(mesh.attention_span)]
     op, found = nodes[at].op, np.inf
     for form in compiler._forms(at, op, mesh, ways, load, hardware):
-        seconds, then = form.seconds + least(layout, form.before, tensor), stream
+        seconds, then = form.seconds + moved.get(form.before, np.inf), stream
         if op.placed.residual == "add_norm":
             then = form.after.span
-            seconds += least(Layout(stream), Layout(then), Tensor(HIDDEN))
+            seconds += least_seconds(Layout(stream), Tensor(HIDDEN), ways)[Layout(then)]
         if op.placed.residual == "begin":
             then = form.after.span
         if np.isfinite(seconds):
