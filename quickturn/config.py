@@ -66,6 +66,19 @@ class EngineConfig:
     """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
     graphs: bool = True
     """CUDA graphs for decode; without effect on a CPU."""
+    tp: int = 1
+    """Ranks that share out heads, inner features and vocabulary: tensor parallel."""
+    dp: int = 1
+    """Groups of ranks with requests and a cache of their own."""
+    cp: int = 1
+    """Ranks that share out the tokens of a cache: context parallel."""
+    dense_tp: int | None = None
+    moe_tp: int | None = None
+    ep: int | None = None
+    """Ranks that share out dense layers, inner features of experts, and experts. None: see
+    `parallel.mesh.make_mesh`."""
+    rank_timeout: float = 300.0
+    """Seconds after which a rank that gets on with nothing ends all of them."""
     seed: int = 0
     served_model_name: str | None = None
 
@@ -79,5 +92,12 @@ class EngineConfig:
         for name in ("min_tps_per_user", "max_ttft"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 (no promise) or more, got {getattr(self, name)}")
+        if not self.rank_timeout > 0:
+            raise ValueError(f"rank_timeout must be more than 0 seconds, got {self.rank_timeout}")
         if self.memory is not None and self.memory < 1 << 20:
             raise ValueError(f"memory must be at least 1 MiB, got {self.memory} bytes")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks, each a process with a device of its own."""
+        return self.tp * self.dp * self.cp

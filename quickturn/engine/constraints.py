@@ -4,6 +4,8 @@ Thinking is free: the grammar holds from the first token behind it. A row's stat
 were accepted and can go back, so that drafts of several tokens may be tried.
 """
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 ALL = -1
 """A bitmask word that allows its 32 tokens."""
+
+SLOW_MASK_S = 0.2
+"""A mask that takes longer makes every request of the batch wait."""
 
 
 class ConstrainedRow:
@@ -148,3 +153,31 @@ class Waiting:
         for request in ready:
             del self._held[request.id]
         return ready
+
+
+class MaskTable:
+    """The tokens that the sampled rows of a step may take, on the host."""
+
+    def __init__(self, rows: int, vocab_size: int) -> None:
+        """Room for so many rows; allocated when first used."""
+        self._shape = (rows, bitmask_words(vocab_size))
+        self._words: torch.Tensor | None = None
+
+    def fill(self, rows: Sequence[ConstrainedRow | None]) -> tuple[torch.Tensor | None, list[int]]:
+        """int32 [S, words], or None if all tokens may come; and the rows whose grammar took long. What was
+        filled before is overwritten.
+        """
+        if self._words is None:
+            self._words = torch.empty(self._shape, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        mask = self._words[: len(rows)]
+        mask.fill_(ALL)
+        restricts = False
+        slow: list[int] = []
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            began = time.perf_counter()
+            restricts |= row.fill(mask, index)
+            if time.perf_counter() - began > SLOW_MASK_S:
+                slow.append(index)
+        return mask if restricts else None, slow

@@ -6,10 +6,10 @@ again from them) and turns what the control plane reports into outputs for the c
 
 import secrets
 import time
+import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import quickturn_control as control
@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from quickturn.config import EngineConfig
-from quickturn.engine.constraints import ALL, ConstrainedRow, Waiting, bitmask_words
+from quickturn.engine.constraints import ConstrainedRow, MaskTable, Waiting
+from quickturn.engine.digest import plan_digest
 from quickturn.engine.grammar import GrammarPool, tokenizer_info
+from quickturn.engine.live import FINISH_REASONS, InFlight, LastStep, LiveRequest
 from quickturn.engine.memory import room_for
 from quickturn.engine.messages import (
     AddRequest,
@@ -33,76 +35,42 @@ from quickturn.engine.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from quickturn.engine.start import StartedEngine, start
-from quickturn.execution.batch import StateMoves, StepRows
-from quickturn.execution.runner import BlockUpdate, PendingStep
+from quickturn.engine.seat import Seat
+from quickturn.engine.start import StartedEngine, scheduler_config, start
+from quickturn.execution.batch import GroupCounts, StateMoves, StepRows
+from quickturn.execution.runner import BlockUpdate
 from quickturn.execution.sampler import RowLogprobs
-from quickturn.sampling_params import SamplingParams
 
 _COMPILING_S = 0.002
 """How long a loop with nothing else to do sleeps while grammars are compiled."""
 
-_SLOW_MASK_S = 0.2
 _SLOW_MASKS = 3
-"""How many masks of one request may take longer than that."""
-
-FINISH_REASONS = {
-    control.STOP: "stop",
-    control.LENGTH: "length",
-    control.CANCELLED: "cancelled",
-    control.TIMEOUT: "timeout",
-    control.ERROR: "error",
-}
-
-
-@dataclass
-class LiveRequest:
-    """What the host knows of a request that isn't over. `tokens`: the prompt and what was generated so
-    far.
-    """
-
-    id: int
-    tokens: "array[int]"
-    prompt_len: int
-    sampling: SamplingParams
-    seed: int
-    cached_tokens: int = -1
-    reported: bool = False
-    error: str = ""
-    row: ConstrainedRow | None = None
-    slow_masks: int = 0
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A launched step. `requests`: the ids behind the rows that sample, in row order."""
-
-    step: int
-    requests: Sequence[int]
-    pending: PendingStep
-    launched: float
-
-
-@dataclass(frozen=True)
-class LastStep:
-    """Facts about the last step that was settled, for benchmarks. `seconds`: model and sampling alone."""
-
-    rows: int = 0
-    decode_rows: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+"""How many masks of one request may take long."""
 
 
 class EngineCore:
-    """One rank's engine, driven by whoever calls `step`. Not thread-safe."""
+    """One rank's engine, driven by whoever calls `step`; each of several ranks by the same calls of `plan`
+    and `run`. Not thread-safe.
+    """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[LoadProgress], None] | None = None) -> None:
-        """Load the model and allocate the cache. Raises ValueError or MemoryError that say what to change."""
-        self._started: StartedEngine = start(config, progress or (lambda _: None))
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[LoadProgress], None] | None = None,
+        seat: Seat | None = None,
+    ) -> None:
+        """Load the model and allocate the cache. Raises ValueError or MemoryError that say what to change.
+        `seat`: None for one rank alone.
+        """
+        seat = seat or Seat()
+        self._started: StartedEngine = start(config, progress or (lambda _: None), seat)
         self._runner = self._started.runner
         self._kinds = [laid.group.kind for laid in self._started.layout.groups]
         self._depth = 2 if self._started.overlap else 1
-        self._scheduler = control.Scheduler(self._scheduler_config(config))
+        max_context = self._started.ready.max_context
+        self._scheduler = control.Scheduler(
+            scheduler_config(config, self._started.layout, max_context, self._depth, seat.hash_key)
+        )
         self._live: dict[int, LiveRequest] = {}
         self._slot_request = np.full(config.max_requests, -1, dtype=np.int64)
         self._in_flight: deque[InFlight] = deque()
@@ -111,13 +79,20 @@ class EngineCore:
         self._generated = 0
         self._settled = time.perf_counter()
         vocab_size = self._started.ready.vocab_size
-        self._grammars = GrammarPool(
+        self.grammars = GrammarPool(
             lambda: tokenizer_info(config.model, vocab_size, self._started.eos_token_ids)
         )
-        self._waiting = Waiting(self._grammars)
-        self._bitmask: torch.Tensor | None = None
+        self._waiting = Waiting(self.grammars)
+        self._mask_table = MaskTable(config.max_requests, vocab_size)
         self._constrained = 0
         self.last_step = LastStep()
+        self._alone = seat.mesh.world == 1
+        self.digest = 0
+        """Of all that was planned and sampled so far; not kept by a rank alone."""
+        self.times: list[tuple[int, float]] = []
+        """(step, microseconds) of settled steps that `tell_times` has to tell; empty for a rank alone."""
+        self.too_slow: list[tuple[int, str]] = []
+        """Requests that shall end, and why: a rank alone ends them itself."""
 
     def ready(self) -> EngineReady:
         """What clients must know of this engine."""
@@ -130,18 +105,18 @@ class EngineCore:
         sampling = request.sampling
         row: ConstrainedRow | None = None
         if sampling.constraint is not None:
-            outcome = self._grammars.outcome(sampling.constraint)
+            outcome = self.grammars.outcome(sampling.constraint)
             if outcome is None:
                 self._waiting.hold(request)
                 return
             if isinstance(outcome, str):
-                self._reject(request.id, outcome)
+                self.reject(request.id, outcome)
                 return
             row = ConstrainedRow(sampling.constraint, outcome)
         tokens = array("i")
         tokens.frombytes(request.tokens)
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:
-            self._reject(
+            self.reject(
                 request.id, f"a token id is outside the vocabulary of {self._started.ready.vocab_size}"
             )
             return
@@ -166,7 +141,7 @@ class EngineCore:
                 )
             )
         except ValueError as error:
-            self._reject(request.id, str(error))
+            self.reject(request.id, str(error))
             return
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         self._constrained += row is not None
@@ -200,15 +175,51 @@ class EngineCore:
         """Launch the next step and settle the oldest one that is out; returns what is new for the clients."""
         for request in self._waiting.decided():
             self.add(request)
-        outputs, self._undelivered = self._undelivered, []
         if self._waiting and not self._live:
             time.sleep(_COMPILING_S)
-        plan = self._scheduler.plan(time.monotonic())
+        return StepOutput(self.run(self.plan(time.monotonic())))
+
+    def plan(self, now: float) -> control.StepPlan | None:
+        """What the next step will be; `now` in seconds of the clock that requests' times are of."""
+        plan = self._scheduler.plan(now)
+        if not self._alone and plan is not None:
+            self.digest = plan_digest(plan, self.digest)
+        return plan
+
+    def run(self, plan: control.StepPlan | None, groups: GroupCounts | None = None) -> list[TokenOutput]:
+        """Launch that step and settle the oldest one that is out; returns what is new for the clients.
+
+        `groups`: what every group of requests runs in this step, where there are several; with nothing of its
+        own to run, a rank helps the others.
+        """
+        outputs, self._undelivered = self._undelivered, []
         if plan is not None:
-            self._carry_out(plan, outputs)
-        if len(self._in_flight) == self._depth or (self._in_flight and (plan is None or not plan.num_rows)):
+            self._take_changes(plan, outputs)
+        if plan is not None and plan.num_rows:
+            self._launch(plan, groups, outputs)
+            waits = len(self._in_flight) < self._depth
+        else:
+            if groups is not None:
+                self._runner.help_out(groups)
+            waits = not self._in_flight
+        if not waits:
             self._settle(self._in_flight.popleft(), outputs)
-        return StepOutput(outputs)
+        return outputs
+
+    def tell_times(self, times: Sequence[tuple[int, float]]) -> None:
+        """What settled steps took, (step, microseconds), by the clock of the rank that measures."""
+        for step, elapsed_us in times:
+            self._scheduler.timed(step, elapsed_us)
+
+    def stop(self, id: int, why: str) -> None:
+        """End a request with an error; unknown ids (it ended just now) are fine."""
+        if id in self._live:
+            self._live[id].error = why
+            self._scheduler.cancel(id)
+
+    def prefix_hashes(self, tokens: NDArray[np.int32], salt: str) -> NDArray[np.uint64]:
+        """Identities [n, 2] of the full blocks of a prompt."""
+        return self._scheduler.prefix_hashes(tokens, cache_salt=salt)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of the control plane and of this loop."""
@@ -230,31 +241,7 @@ class EngineCore:
         while self._in_flight:
             self._in_flight.popleft().pending.wait()
 
-    def _scheduler_config(self, config: EngineConfig) -> control.SchedulerConfig:
-        layout = self._started.layout
-        return control.SchedulerConfig(
-            groups=[
-                control.GroupConfig(laid.group.kind, laid.blocks_per_slab, window=laid.group.window)
-                for laid in layout.groups
-            ],
-            num_slabs=layout.num_slabs,
-            block_tokens=layout.block_tokens,
-            max_requests=config.max_requests,
-            max_step_tokens=config.max_step_tokens,
-            max_context=self._started.ready.max_context,
-            prefix_cache=config.prefix_cache,
-            pipeline_depth=self._depth,
-            policy=control.Policy(
-                min_tps_per_user=config.min_tps_per_user,
-                max_ttft=config.max_ttft,
-                checkpoint_tail=config.checkpoint_tail,
-                checkpoint_stride=config.checkpoint_stride,
-            ),
-            hash_key=secrets.token_bytes(16),
-            model_salt=config.model,
-        )
-
-    def _carry_out(self, plan: control.StepPlan, outputs: list[TokenOutput]) -> None:
+    def _take_changes(self, plan: control.StepPlan, outputs: list[TokenOutput]) -> None:
         ended = plan.ended
         for id, reason in zip(ended.ids.tolist(), ended.reasons.tolist(), strict=True):
             outputs.append(self._end(id, [], reason))
@@ -267,8 +254,8 @@ class EngineCore:
             strict=True,
         ):
             self._admit(self._live[id], slot, cached, known)
-        if not plan.num_rows:
-            return
+
+    def _launch(self, plan: control.StepPlan, groups: GroupCounts | None, outputs: list[TokenOutput]) -> None:
         moves = zip(plan.state_in, plan.state_out, plan.state_zero, strict=True)
         states = tuple(
             StateMoves(*arrays) for arrays, kind in zip(moves, self._kinds, strict=True) if kind == "state"
@@ -286,7 +273,7 @@ class EngineCore:
                 return self._masks(requests, outputs)
 
         with room_for(f"a step of {plan.num_tokens} tokens", "lower --memory or --max-step-tokens"):
-            pending = self._runner.launch(rows, updates, masks)
+            pending = self._runner.launch(rows, updates, masks, groups)
         self._in_flight.append(InFlight(plan.step, requests, pending, launched))
         self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
 
@@ -309,28 +296,20 @@ class EngineCore:
         """
         while self._in_flight:
             self._settle(self._in_flight.popleft(), outputs)
-        if self._bitmask is None:
-            shape = (len(self._slot_request), bitmask_words(self._started.ready.vocab_size))
-            self._bitmask = torch.empty(shape, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-        mask = self._bitmask[: len(requests)]
-        mask.fill_(ALL)
-        restricts = False
-        for index, id in enumerate(requests):
-            row = self._row_of(id)
-            if row is None:
-                continue
-            began = time.perf_counter()
-            restricts |= row.fill(mask, index)
-            if time.perf_counter() - began > _SLOW_MASK_S:
-                self._count_slow(self._live[id])
-        return mask if restricts else None
+        mask, slow = self._mask_table.fill([self._row_of(id) for id in requests])
+        for index in slow:
+            self._count_slow(self._live[requests[index]])
+        return mask
 
     def _count_slow(self, live: LiveRequest) -> None:
         """A grammar with too many ways to read a text would make every request wait for it."""
         live.slow_masks += 1
         if live.slow_masks == _SLOW_MASKS:
-            live.error = "the grammar can read its text in too many ways to keep up: make it less ambiguous"
-            self._scheduler.cancel(live.id)
+            why = "the grammar can read its text in too many ways to keep up: make it less ambiguous"
+            if self._alone:
+                self.stop(live.id, why)
+            else:
+                self.too_slow.append((live.id, why))
 
     def _settle(self, flight: InFlight, outputs: list[TokenOutput]) -> None:
         result = flight.pending.wait()
@@ -341,6 +320,10 @@ class EngineCore:
         for id, token in zip(flight.requests, tokens, strict=True):
             if token < 0 and id in self._live:
                 self._fail(id)
+        if not self._alone:
+            self.times.append((flight.step, elapsed * 1e6))
+            self.digest = zlib.crc32(result.tokens.data, self.digest)
+            elapsed = 0.0
         applied = self._scheduler.apply(
             control.StepResult(flight.step, result.tokens, elapsed_us=elapsed * 1e6)
         )
@@ -361,8 +344,7 @@ class EngineCore:
     def _advance(self, live: LiveRequest, token: int) -> None:
         live.tokens.append(token)
         if live.row is not None and not live.row.accept(token):
-            live.error = "the model wrote what the grammar doesn't allow; this request can't go on"
-            self._scheduler.cancel(live.id)
+            self.stop(live.id, "the model wrote what the grammar doesn't allow; this request can't go on")
 
     def _output(self, id: int, token: int, logprob: RowLogprobs | None, reason: int | None) -> TokenOutput:
         self._generated += 1
@@ -391,6 +373,7 @@ class EngineCore:
         self._live[id].error = "the model's output is not a finite number; this request can't go on"
         self._runner.spoil(self._scheduler.fail(id) or [])
 
-    def _reject(self, id: int, message: str) -> None:
+    def reject(self, id: int, message: str) -> None:
+        """Answer a request that was never taken in, with the next step."""
         self._finished["error"] += 1
         self._undelivered.append(TokenOutput(id, [], "error", 0, None, message))

@@ -20,12 +20,12 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_memory(device: torch.device) -> int:
-    """Bytes for the cache; called after the weights were loaded. Raises MemoryError when they leave too
-    little.
+def default_memory(device: torch.device, ranks: int = 1) -> int:
+    """Bytes for the cache; called after the weights were loaded. `ranks`: how many share this machine's
+    memory. Raises MemoryError when they leave too little.
     """
     if device.type != "cuda":
-        return int(free_memory() * CPU_SHARE)
+        return int(free_memory() * CPU_SHARE / ranks)
     free, total = torch.cuda.mem_get_info(device)
     room = free - int(total * (1 - GPU_SHARE)) - GPU_WORKSPACE_BYTES
     if room <= 0:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import quickturn_control as control
 import torch
 
 from quickturn.cache.layout import ArenaLayout, CacheDtypes, plan_arena
 from quickturn.config import EngineConfig
 from quickturn.engine.memory import default_memory, room_for
 from quickturn.engine.messages import EngineReady, LoadProgress
+from quickturn.engine.seat import Seat
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import LoadedInfo, load_model
 from quickturn.models.base import Architecture
@@ -45,11 +47,11 @@ class StartedEngine:
     weights: WeightBytes
 
 
-def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> StartedEngine:
-    """Load the model, lay out the cache, allocate. Raises ValueError or MemoryError that say what to
-    change.
+def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: Seat) -> StartedEngine:
+    """Load the model (of several ranks: this one's share), lay out the cache, allocate. Raises ValueError or
+    MemoryError that say what to change.
     """
-    device = pick_device(config.device)
+    device = pick_device(config.device, seat.local_rank)
     with room_for(
         f"the weights of {config.model} on {device}",
         "use a smaller model, --dtype bfloat16 or --quantization fp8, or free the device's memory",
@@ -57,7 +59,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
         model, info = load_model(
             config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
         )
-    memory = default_memory(device) if config.memory is None else config.memory
+    memory = default_memory(device, seat.local_ranks) if config.memory is None else config.memory
+    memory = seat.agree(memory)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else info.dtype
     layout = plan_arena(
         model.cache_groups(),
@@ -82,7 +85,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
             vocab_size=model.vocab_size,
             cache_scales=info.cache_scales,
         )
-    if device.type == "cuda" and config.graphs:
+    # With groups of requests, how many tokens the others have changes from step to step.
+    if device.type == "cuda" and config.graphs and seat.mesh.dp == 1:
         with room_for(
             f"graphs of decode steps of up to {config.max_requests} rows",
             f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
@@ -102,15 +106,44 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None]) -> Sta
             "parameters": f"{info.parameters / 1e6:.0f}M",
             "dtype": str(info.dtype).removeprefix("torch."),
             "device": str(device),
+            **({"ranks": f"{seat.mesh.world}: {seat.mesh}"} if seat.mesh.world > 1 else {}),
             "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
             "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
             **_state_facts(layout),
             "least cacheable prefix": f"{layout.block_tokens} tokens",
         },
     )
+    seat.agree(0)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     weights = _weight_bytes(model.architecture, info)
     return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap, weights)
+
+
+def scheduler_config(
+    config: EngineConfig, layout: ArenaLayout, max_context: int, depth: int, hash_key: bytes
+) -> control.SchedulerConfig:
+    """What the control plane is told. `depth`: steps that may be out at once."""
+    return control.SchedulerConfig(
+        groups=[
+            control.GroupConfig(laid.group.kind, laid.blocks_per_slab, window=laid.group.window)
+            for laid in layout.groups
+        ],
+        num_slabs=layout.num_slabs,
+        block_tokens=layout.block_tokens,
+        max_requests=config.max_requests,
+        max_step_tokens=config.max_step_tokens,
+        max_context=max_context,
+        prefix_cache=config.prefix_cache,
+        pipeline_depth=depth,
+        policy=control.Policy(
+            min_tps_per_user=config.min_tps_per_user,
+            max_ttft=config.max_ttft,
+            checkpoint_tail=config.checkpoint_tail,
+            checkpoint_stride=config.checkpoint_stride,
+        ),
+        hash_key=hash_key,
+        model_salt=config.model,
+    )
 
 
 def _state_facts(layout: ArenaLayout) -> dict[str, str]:
@@ -135,15 +168,22 @@ def _weight_bytes(architecture: Architecture, info: LoadedInfo) -> WeightBytes:
     return WeightBytes(info.weight_bytes - embedding - info.expert_bytes, mixtures)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device called `name`; 'auto' is the GPU if there is one. Raises ValueError for one that isn't
-    there.
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device called `name`; 'auto' is the GPU if there is one. Of several GPUs each rank of this machine
+    has its own. Raises ValueError for one that isn't there.
     """
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use --device cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", 0)
+    if device.index is None:
+        device = torch.device("cuda", local_rank)
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"{device} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs on this machine:"
+            " every rank needs one of its own"
+        )
     return device

@@ -54,6 +54,16 @@ class StepRows:
         return self.num_decode == len(self.slots) and bool(self.samples.all())
 
 
+@dataclass(frozen=True)
+class GroupCounts:
+    """Tokens and sampled rows of every group of ranks that has requests of its own, in one step, all above
+    0.
+    """
+
+    tokens: tuple[int, ...]
+    samples: tuple[int, ...]
+
+
 def decode_arrays(rows: StepRows, size: int, padding_slot: int) -> list[NDArray[np.integer]]:
     """All that a step of decode rows brings to the device, filled up to `size` rows: slots and positions
     (int64), then of each state group the blocks read and written (int32) and which states begin (uint8).
@@ -148,8 +158,15 @@ class DeviceBatch:
         """`append` from tensors on the device alone (int64 [R]); nothing is written for padding rows."""
         append_tokens(self.token_ids, slots, positions, tokens)
 
-    def forward_batch(self, rows: StepRows) -> ForwardBatch:
-        """Gather what the model needs for one step."""
+    def padding_batch(self) -> ForwardBatch:
+        """A batch of one row that nothing is read for and nothing written."""
+        inputs = upload_together(decode_arrays(self.no_rows(), 1, self.padding_slot), self._device)
+        return self.decode_batch(inputs, 1)
+
+    def forward_batch(self, rows: StepRows, samples: bool = False) -> ForwardBatch:
+        """Gather what the model needs for one step. `samples`: logits of the last token are wanted where no
+        row is sampled from.
+        """
         count, num_decode = len(rows.slots), rows.num_decode
         if rows.decodes_only():
             longest = int(rows.context_lens.max(initial=0)) + 1
@@ -158,6 +175,9 @@ class DeviceBatch:
         ends = np.cumsum(rows.query_lens, dtype=np.int32)
         starts = ends - rows.query_lens
         lengths = rows.context_lens + rows.query_lens
+        wanted = rows.samples != 0
+        if samples and not wanted.any():
+            wanted[-1] = True
         slots, row_of_token, positions, query_start, context_lens, sampled, *moves = upload_together(
             [
                 rows.slots.astype(np.int64),
@@ -165,7 +185,7 @@ class DeviceBatch:
                 np.arange(ends[-1]) + np.repeat(rows.context_lens - starts, rows.query_lens).astype(np.int64),
                 np.concatenate(([0], ends)).astype(np.int32),
                 lengths,
-                (ends - 1)[rows.samples != 0].astype(np.int64),
+                (ends - 1)[wanted].astype(np.int64),
                 *(array for state in rows.states for array in (state.reads, state.writes, state.zero)),
             ],
             self._device,

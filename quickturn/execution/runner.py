@@ -5,7 +5,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from quickturn.cache.arena import Arena
 from quickturn.cache.layout import ArenaLayout
-from quickturn.execution.batch import DeviceBatch, StepRows
+from quickturn.execution.batch import DeviceBatch, GroupCounts, StepRows
 from quickturn.execution.graphs import StepGraphs
 from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
-from quickturn.execution.scoring import PromptScorer, ScoredChunk, Scoring
 from quickturn.execution.wipe import Wiper
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
@@ -36,13 +35,12 @@ class BlockUpdate:
 @dataclass(frozen=True)
 class StepTokens:
     """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model
-    and sampling. `scores`: of prompts, by slot.
+    and sampling.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[RowLogprobs | None]
     seconds: float
-    scores: Sequence[ScoredChunk] = ()
 
 
 class PendingStep:
@@ -54,12 +52,8 @@ class PendingStep:
         logprobs: Callable[[], Sequence[RowLogprobs | None]],
         started: float,
         done: torch.cuda.Event | None,
-        scoring: Scoring | None = None,
     ) -> None:
         """`tokens` is on the host; with `done` it is valid once that event has happened."""
-        self.scored_slots = [] if scoring is None else [part.slot for part in scoring.parts]
-        """Slots whose prompts the step scores, in the order of `StepTokens.scores`."""
-        self._scores: Callable[[], Sequence[ScoredChunk]] = tuple if scoring is None else scoring.fetch()
         self._tokens = tokens
         self._logprobs = logprobs
         self._started = started
@@ -72,8 +66,7 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
             seconds = time.perf_counter() - self._started
-        tokens = self._tokens.numpy().astype(np.int32)
-        return StepTokens(tokens, self._logprobs(), seconds, self._scores())
+        return StepTokens(self._tokens.numpy().astype(np.int32), self._logprobs(), seconds)
 
 
 class Runner:
@@ -96,7 +89,6 @@ class Runner:
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
-        self._scorer = PromptScorer(max_requests, vocab_size, device)
         self._graphs: StepGraphs | None = None
         self._wiper = Wiper(self.arena)
 
@@ -115,7 +107,6 @@ class Runner:
         """
         self._batch.load_tokens(slot, tokens)
         self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
-        self._scorer.admit(slot, prompt_len, sampling.prompt_logprobs)
 
     def spoil(self, blocks: Sequence[Sequence[int]]) -> None:
         """These blocks of each group hold numbers that are none: wiped when somebody else gets them."""
@@ -128,37 +119,43 @@ class Runner:
         rows: StepRows,
         updates: Sequence[BlockUpdate],
         masks: Callable[[], torch.Tensor | None] | None = None,
+        groups: GroupCounts | None = None,
     ) -> PendingStep:
         """Start one step. `updates` has one entry a cache group. `masks` is called when the logits are under
         way, and gives the tokens that each sampled row may take (int32 [S, ceil(V / 32)] on the host).
+        `groups`: what runs elsewhere, where there are several groups of requests.
         """
         started = time.perf_counter()
         for group, update in enumerate(updates):
             self._wiper.wipe(group, update.blocks)
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
-        scoring = self._scorer.begin(rows, self._batch.token_ids)
-        replayed = self._graphs.replay(rows) if self._graphs is not None and scoring is None else None
-        logits = replayed[0] if replayed is not None else self._forward(rows, scoring)
+        replayed = self._graphs.replay(rows) if self._graphs is not None else None
+        logits = replayed[0] if replayed is not None else self._forward(rows, groups)
         mask = None if masks is None else masks()
         if replayed is not None and mask is None and self._sampler.is_plain(rows.slots):
             sampled = SampledRows(replayed[1], list)
         else:
             sampled = self._sample(logits, rows, mask)
         if self._device.type != "cuda":
-            return PendingStep(sampled.tokens, sampled.logprobs, started, None, scoring)
+            return PendingStep(sampled.tokens, sampled.logprobs, started, None)
         host = torch.empty(len(sampled.tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        pending = PendingStep(host, sampled.logprobs, started, done, scoring)
         done.record()
-        return pending
+        return PendingStep(host, sampled.logprobs, started, done)
 
-    def _forward(self, rows: StepRows, scoring: Scoring | None) -> torch.Tensor:
-        """The logits of the rows that sample."""
-        batch = self._batch.forward_batch(rows)
-        if scoring is None:
-            return self._model.forward(batch)
-        return self._model.forward_scored(batch, scoring.slices, scoring.take)
+    @torch.inference_mode()
+    def help_out(self, groups: GroupCounts) -> None:
+        """Take part in a step in which this rank's group has nothing to run, by a row of padding."""
+        batch = self._batch.padding_batch()
+        self._model.forward(replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples))
+
+    def _forward(self, rows: StepRows, groups: GroupCounts | None) -> torch.Tensor:
+        if groups is None:
+            return self._model.forward(self._batch.forward_batch(rows))
+        # Every group has logits, so that all ranks go the same way through the model.
+        batch = self._batch.forward_batch(rows, samples=True)
+        return self._model.forward(replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples))
 
     def _sample(self, logits: torch.Tensor, rows: StepRows, mask: torch.Tensor | None) -> SampledRows:
         """Choose the tokens of the rows that sample, and append them."""

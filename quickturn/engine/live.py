@@ -1,0 +1,57 @@
+"""What the loop remembers of requests and of steps."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import quickturn_control as control
+
+from quickturn.engine.constraints import ConstrainedRow
+from quickturn.execution.runner import PendingStep
+from quickturn.sampling_params import SamplingParams
+
+FINISH_REASONS = {
+    control.STOP: "stop",
+    control.LENGTH: "length",
+    control.CANCELLED: "cancelled",
+    control.TIMEOUT: "timeout",
+    control.ERROR: "error",
+}
+
+
+@dataclass
+class LiveRequest:
+    """What the host knows of a request that isn't over. `tokens`: the prompt and what was generated so
+    far.
+    """
+
+    id: int
+    tokens: "array[int]"
+    prompt_len: int
+    sampling: SamplingParams
+    seed: int
+    cached_tokens: int = -1
+    reported: bool = False
+    error: str = ""
+    row: ConstrainedRow | None = None
+    slow_masks: int = 0
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step. `requests`: the ids behind the rows that sample, in row order."""
+
+    step: int
+    requests: Sequence[int]
+    pending: PendingStep
+    launched: float
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """Facts about the last step that was settled, for benchmarks. `seconds`: model and sampling alone."""
+
+    rows: int = 0
+    decode_rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
