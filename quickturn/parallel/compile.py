@@ -82,7 +82,7 @@ def compile_program(
         if index == tail:
             layers.append(_select(layers[-1], _output(ops[index - 1]), hidden, every))
         before = ops[index - 1] if index else None
-        forms = _forms(index, op, mesh, ways, load if index < tail else tail_load, hardware)
+        forms = _forms(index, op, ways, load if index < tail else tail_load)
         layers.append(_step(layers[-1], before, op, forms, ways))
     last = _output(ops[-1])
     ways = every if tail >= len(ops) else sampled
@@ -174,47 +174,58 @@ def _axis(op: Op, mesh: Mesh) -> str:
     return f"{op.placed.axis} ({mesh.features(op.placed.axis).size} ranks)"
 
 
-def _forms(index: int, op: Op, mesh: Mesh, ways: Ways, load: Load, hardware: Hardware) -> list[Form]:
+def input_layout(op: Op, span: int, mesh: Mesh) -> Layout:
+    """Where a step's input lies when it runs in `span`."""
+    return _layout(span, op.placed.consumes, mesh.features(op.placed.axis).size)
+
+
+def step_seconds(op: Op, after: Layout, ways: Ways, load: Load) -> float:
+    """What a step takes whose output lies in `after`."""
+    before = input_layout(op, after.span, ways.mesh)
+    return op.seconds(ways.rows(after.span), (_parts(before), _parts(after)), load, ways.hardware)
+
+
+def fused_seconds(op: Op, move: Move, ways: Ways, load: Load) -> float:
+    """What an adding step takes as one instruction with the move ahead of it."""
+    fusion = FUSIONS[move.kind]
+    rows = ways.rows(move.after.span)
+    saved = fusion.launches * ways.hardware.launch
+    saved += fusion.passes * rows * op.takes * op.element / ways.hardware.memory
+    alone = step_seconds(op, move.after, ways, load)
+    return ways.seconds(move, Tensor(op.takes, op.element)) + max(alone - saved, 0.0)
+
+
+def _forms(index: int, op: Op, ways: Ways, load: Load) -> list[Form]:
     """Every way to run a step: in its own span if it reads other tokens or begins the stream, else in each
     that its ranks divide.
     """
-    what = op.placed
+    what, mesh = op.placed, ways.mesh
     split = what.consumes != Replicate() or what.produces != Replicate()
     over = mesh.features(what.axis).size if split else 1
     home = what.mixes or what.residual == "begin"
     found: list[Form] = []
     for span in (mesh.attention_span,) if home else spans(mesh):
-        if span % over:
-            continue
-        before, after = _layout(span, what.consumes, over), _layout(span, what.produces, over)
-        parts = (_parts(before), _parts(after))
-        seconds = op.seconds(ways.rows(span), parts, load, hardware)
-        found.append(Form(before, after, seconds, RunStep(index, after)))
-        if what.residual == "add_norm":
-            found += _fused(index, op, after, seconds, mesh, ways, hardware)
+        if span % over == 0:
+            before, after = input_layout(op, span, mesh), _layout(span, what.produces, over)
+            seconds = step_seconds(op, after, ways, load)
+            found.append(Form(before, after, seconds, RunStep(index, after)))
+            if what.residual == "add_norm":
+                found += _fused(index, op, after, ways, load)
     return found
 
 
-def _fused(
-    index: int, op: Op, after: Layout, alone: float, mesh: Mesh, ways: Ways, hardware: Hardware
-) -> list[Form]:
+def _fused(index: int, op: Op, after: Layout, ways: Ways, load: Load) -> list[Form]:
     """The step together with each kind of move ahead of it that there is a fused form of."""
-    tensor = Tensor(op.takes, op.element)
     found: list[Form] = []
-    sums = [Layout(span, Partial(), over) for span in spans(mesh) for over in spans(mesh) if over > 1]
+    sums = [Layout(span, Partial(), over) for span in spans(ways.mesh) for over in spans(ways.mesh)]
     for before in sums:
-        if before.span % before.over:
+        if before.over == 1 or before.span % before.over:
             continue
-        for kind, over, then in edges(before, mesh, tensor):
-            fusion = FUSIONS.get(kind)
-            if fusion is None or then != after:
-                continue
-            moved = ways.seconds(Move(kind, "x", over, before, after), tensor)
-            rows = ways.rows(after.span)
-            saved = fusion.launches * hardware.launch
-            saved += fusion.passes * rows * op.takes * op.element / hardware.memory
-            together = Fused(fusion.kind, index, over, before, after)
-            found.append(Form(before, after, moved + max(alone - saved, 0.0), together))
+        for kind, over, then in edges(before, ways.mesh, Tensor(op.takes, op.element)):
+            if kind in FUSIONS and then == after:
+                move = Move(kind, "x", over, before, after)
+                together = Fused(FUSIONS[kind].kind, index, over, before, after)
+                found.append(Form(before, after, fused_seconds(op, move, ways, load), together))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Every family on every mesh of up to eight ranks: compiled, or the step that can't be shared out is named."""
+"""Every family on every mesh of up to eight ranks: compiled, or the step that can't be split is named."""
 
 import re
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_a_family_on_every_mesh(option: str) -> None:
 
 
 def check_order(instructions: tuple[Any, ...], steps: int, tail: int, mesh: Mesh) -> None:
-    """Every step once, in order; tokens selected ahead of the tail; the stream moves on from where it lies."""
+    """Every step once, in order; tokens selected ahead of the tail; the stream moves from where it lies."""
     ran = [one.step for one in instructions if isinstance(one, RunStep | Fused)]
     assert ran == list(range(steps))
     selected = [at for at, one in enumerate(instructions) if isinstance(one, Select)]
