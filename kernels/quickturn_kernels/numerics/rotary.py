@@ -58,7 +58,8 @@ def rotary_case(shape: Shape) -> Case:
 
 
 def _run(shape: Shape, generator: Generator, device: torch.device) -> Result:
-    block_tokens, blocks, longest = 16, 5, 50
+    block_tokens, longest = 16, 50
+    blocks = max(5, 1 + shape.tokens // block_tokens)
     heads = shape.heads + 2 * shape.kv_heads
     fused = torch.randn(shape.tokens, heads, shape.head_dim, generator=generator).to(shape.dtype).to(device)
     q = fused[:, : shape.heads]
