@@ -7,6 +7,7 @@ prints them.
 
 from quickturn_kernels.ops.activation import gelu_tanh_and_mul, sigmoid_gate, silu_and_mul
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
+from quickturn_kernels.ops.attention_partial import merge_attention, partial_attention_decode
 from quickturn_kernels.ops.attention_step import rotary_attention_decode
 from quickturn_kernels.ops.batch import DecodeInputs, append_tokens, gather_decode
 from quickturn_kernels.ops.decode_stack import (
@@ -96,12 +97,14 @@ __all__ = [
     "linear",
     "linear_silu_and_mul",
     "load",
+    "merge_attention",
     "moe",
     "moe_block",
     "ops",
     "override",
     "paged_attention_decode",
     "paged_attention_prefill",
+    "partial_attention_decode",
     "prepare_experts",
     "prepare_fp8_linear",
     "prepare_linear",

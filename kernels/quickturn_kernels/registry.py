@@ -40,6 +40,7 @@ FAMILIES = (
     "activation",
     "rotary",
     "attention",
+    "attention_partial",
     "attention_step",
     "decode_stack",
     "linear_attention",

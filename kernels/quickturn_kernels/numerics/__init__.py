@@ -7,6 +7,7 @@ allocated outputs hold NaN too.
 """
 
 from quickturn_kernels.numerics.attention import attention_cases
+from quickturn_kernels.numerics.attention_partial import attention_partial_cases
 from quickturn_kernels.numerics.attention_step import attention_step_cases
 from quickturn_kernels.numerics.batch import batch_cases
 from quickturn_kernels.numerics.check import Case, Result, check, check_repeats, poisoned
@@ -28,6 +29,7 @@ def cases() -> tuple[Case, ...]:
         *fp8_cases(),
         *rotary_cases(),
         *attention_cases(),
+        *attention_partial_cases(),
         *attention_step_cases(),
         *decode_stack_cases(),
         *linear_attention_cases(),

@@ -26,7 +26,7 @@ def paged_attention_decode(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, context in enumerate(context_lens.tolist()):
         if context > 0:
-            keys, values = _gather(k_cache, v_cache, block_tables[row], context)
+            keys, values = gather(k_cache, v_cache, block_tables[row], context)
             out[row] = _attend(q[row : row + 1], keys, values, context - 1, scale, window, sinks, softcap)[0]
     return out
 
@@ -53,7 +53,7 @@ def paged_attention_prefill(
         start, end = starts[row], starts[row + 1]
         if start == end or context == 0:
             continue
-        keys, values = _gather(k_cache, v_cache, block_tables[row], context)
+        keys, values = gather(k_cache, v_cache, block_tables[row], context)
         step = max(1, SCORE_ELEMENTS // (q.shape[1] * context))
         for first in range(start, end, step):
             part = q[first : min(first + step, end)]
@@ -64,7 +64,7 @@ def paged_attention_prefill(
     return out
 
 
-def _gather(k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
+def gather(k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tensor]:
     """The row's keys and values as float32 [Hkv, context, D]."""
     block_tokens = k_cache.shape[1]
     blocks = table[: -(-context // block_tokens)].long()

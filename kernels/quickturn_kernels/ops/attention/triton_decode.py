@@ -53,6 +53,7 @@ def _combine(
     HEAD_PAD: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """Add up the parts of one (row, head), which lie in slot 0 of their workers, the first in its slot
     `first_slot`.
@@ -90,8 +91,24 @@ def _combine(
         total = total * shrink + tl.sum(part_total * weight, axis=0)
         top = new_top
     result = sum_out / tl.where(inside, total, 1.0)[:, None]
-    target = out + (head * GROUP + member[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=elements(inside, dim, HEAD_DIM))
+    _store(out, result, top, total, head, GROUP, HEAD_DIM, PARTIAL)
+
+
+@triton.jit
+def _store(out, result, top, total, head, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr):
+    """Results of a group of query heads of one row, and behind each head's, if PARTIAL, the logarithm of the
+    sum of its exponentials, of which `top` is in units of log2.
+    """
+    member = tl.arange(0, result.shape[0])
+    dim = tl.arange(0, result.shape[1])
+    OUT_DIM: tl.constexpr = HEAD_DIM + 1 if PARTIAL else HEAD_DIM
+    target = out + (head * GROUP + member) * OUT_DIM
+    inside = elements(member < GROUP, dim, HEAD_DIM)
+    tl.store(target[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
+    if PARTIAL:
+        seen = total > 0.0
+        log2 = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+        tl.store(target + HEAD_DIM, log2 / LOG2_E_CONST, mask=member < GROUP)
 
 
 # Lengths of the batch must not make variants: a variant is compiled when first met, which takes seconds.
@@ -130,6 +147,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
+    PARTIAL: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -202,8 +220,8 @@ def decode_kernel(
             sum_out = sum_out * shrink[:, None] + dot(weight.to(value.dtype), value, UPCAST)
             top = new_top
 
-        query_head = (head * GROUP + member)[:, None]
-        row_out = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
+        OUT_DIM: tl.constexpr = HEAD_DIM + 1 if PARTIAL else HEAD_DIM
+        row_out = out + row.to(tl.int64) * (KV_HEADS * GROUP * OUT_DIM)
         if count == row_tiles:
             if SINKS:
                 sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32)
@@ -212,9 +230,9 @@ def decode_kernel(
                 shrink = tl.exp2(top - new_top)
                 total = total * shrink + tl.exp2(sink - new_top)
                 sum_out = sum_out * shrink[:, None]
+                top = new_top
             result = sum_out / tl.where(total > 0.0, total, 1.0)[:, None]
-            result_at = row_out + query_head * HEAD_DIM + dim[None, :]
-            tl.store(result_at, result.to(out.dtype.element_ty), mask=queries)
+            _store(row_out, result, top, total, head, GROUP, HEAD_DIM, PARTIAL)
         else:
             slot = worker * 2 + (at != piece_start).to(tl.int32)
             stats = partial_stats + slot * (2 * GROUP) + member
@@ -247,6 +265,7 @@ def decode_kernel(
                     HEAD_PAD,
                     PARTS,
                     SINKS,
+                    PARTIAL,
                 )
         at += count
 
@@ -291,18 +310,51 @@ def paged_attention_decode(
     max_context_len: int,
 ) -> Tensor:
     """See `quickturn_kernels.paged_attention_decode`."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale,
+        window,
+        sinks,
+        softcap,
+        max_context_len,
+        out,
+        partial=False,
+    )
+    return out
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor | None,
+    softcap: float,
+    max_context_len: int,
+    out: Tensor,
+    *,
+    partial: bool,
+) -> None:
+    """Fills `out` `[R, Hq, D]`, or, `partial`, `[R, Hq, D + 1]` with the logarithms of the sums behind."""
     rows, heads, head_dim = q.shape
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
     group = heads // kv_heads
-    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
-        return out
+        return
     head_pad = max(16, next_power_of_two(head_dim))
     block_n, warps, stages, occupancy = tile_config(head_pad, q.element_size())
     longest = min(max_context_len, window + block_n) if window > 0 else max_context_len
     workers = min(units(q.device) * occupancy, rows * kv_heads * max(1, triton.cdiv(longest, block_n)))
-    partial = torch.empty(workers * 2 * group * (head_dim + 2), dtype=torch.float32, device=q.device)
-    stats = partial[workers * 2 * group * head_dim :]
+    parts = torch.empty(workers * 2 * group * (head_dim + 2), dtype=torch.float32, device=q.device)
+    stats = parts[workers * 2 * group * head_dim :]
     decode_kernel[(workers,)](
         q,
         k_cache,
@@ -311,7 +363,7 @@ def paged_attention_decode(
         context_lens.contiguous(),
         sinks,
         out,
-        partial,
+        parts,
         stats,
         zeroed_counters(q.device, rows * kv_heads),
         scale * LOG2_E,
@@ -337,9 +389,9 @@ def paged_attention_decode(
         WINDOW=window > 0,
         SINKS=sinks is not None,
         CAPPED=softcap > 0.0,
+        PARTIAL=partial,
         PARTS=COMBINE_PARTS,
         STAGES=stages,
         UPCAST=INTERPRETED,
         num_warps=warps,
     )
-    return out
