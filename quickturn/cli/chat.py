@@ -40,6 +40,7 @@ def chat(
     quantization: options.Quantize = "auto",
     kv_cache_dtype: options.KvCache = "auto",
     max_context: options.MaxContext = None,
+    tp: options.Tp = 1,
     core: options.Core = DEFAULT_CORE,
 ) -> None:
     """Talk to a model in this terminal. Answers stream as they form."""
@@ -52,6 +53,7 @@ def chat(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         max_context=max_context,
+        tp=tp,
         max_requests=8,
     )
     given = {"temperature": temperature, "top_p": top_p, "seed": seed}

@@ -16,6 +16,7 @@ from quickturn.config import (
     parse_size,
 )
 from quickturn.files.resolve import EMBEDDED
+from quickturn.parallel.mesh import make_mesh
 
 
 def _one_of(choices: Any) -> Any:
@@ -85,16 +86,38 @@ MaxTtft = Annotated[
     float,
     typer.Option("--max-ttft", help="Seconds to the first token to aim at; 0 for none.", min=0),
 ]
+Tp = Annotated[
+    int,
+    typer.Option("--tp", help="Ranks that share out heads and features, each on a GPU of its own.", min=1),
+]
+Dp = Annotated[
+    int, typer.Option("--dp", help="Groups of ranks with requests and a cache of their own.", min=1)
+]
+Cp = Annotated[int, typer.Option("--cp", help="Ranks that share out the tokens of a cache.", min=1)]
+DenseTp = Annotated[
+    int | None, typer.Option("--dense-tp", help="Ranks that share out a dense layer. Default: all.", min=1)
+]
+MoeTp = Annotated[
+    int | None, typer.Option("--moe-tp", help="Ranks that share out the features of an expert.", min=1)
+]
+Ep = Annotated[int | None, typer.Option("--ep", help="Ranks that share out the experts.", min=1)]
+RankTimeout = Annotated[
+    float, typer.Option("--rank-timeout", help="Seconds after which a rank that hangs ends all.", min=1)
+]
 BlockTokens = Annotated[int, typer.Option(help="Tokens of a cache block, a power of two.", min=1)]
 PrefixCache = Annotated[bool, typer.Option(help="Reuse what earlier requests computed.")]
 
 Core = Annotated[str, typer.Option(help="Class that the engine process runs, as module:name.", hidden=True)]
 
 
+_MESH = ("tp", "dp", "cp", "dense_tp", "moe_tp", "ep")
+
+
 def engine_config(model: str, **options: Any) -> EngineConfig:
     """The configuration that the options describe; a wrong combination ends the command with its message."""
     memory = options.pop("memory", "")
     try:
+        make_mesh(**{name: options[name] for name in _MESH if name in options})
         return EngineConfig(model=model, memory=parse_size(memory) if memory else None, **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

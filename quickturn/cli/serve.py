@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import typer
 
 from quickturn.cli import options
+from quickturn.config import EngineConfig
 from quickturn.engine.process import DEFAULT_CORE
 
 EXAMPLE = "Example: quickturn serve Qwen/Qwen3-0.6B --port 8000 --memory 8GiB --api-key secret"
@@ -39,6 +41,13 @@ def serve(
     prefix_cache: options.PrefixCache = True,
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
+    tp: options.Tp = 1,
+    dp: options.Dp = 1,
+    cp: options.Cp = 1,
+    dense_tp: options.DenseTp = None,
+    moe_tp: options.MoeTp = None,
+    ep: options.Ep = None,
+    rank_timeout: options.RankTimeout = 300.0,
     tool_call_parser: Annotated[
         str, typer.Option(help="How the model writes tool calls; auto goes by its chat template.")
     ] = "auto",
@@ -68,6 +77,13 @@ def serve(
         prefix_cache=prefix_cache,
         min_tps_per_user=min_tps_per_user,
         max_ttft=max_ttft,
+        tp=tp,
+        dp=dp,
+        cp=cp,
+        dense_tp=dense_tp,
+        moe_tp=moe_tp,
+        ep=ep,
+        rank_timeout=rank_timeout,
         served_model_name=served_model_name,
     )
     from quickturn.cli.progress import StartDisplay
@@ -89,6 +105,8 @@ def serve(
         tool_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
     )
+    if config.world > 1 and (status := _other_rank(config)) is not None:
+        raise typer.Exit(status)
     with StartDisplay() as display:
 
         def on_ready(ready: EngineReady, url: str) -> None:
@@ -103,6 +121,23 @@ def serve(
         except (EngineDied, ValueError, OSError) as error:
             display.end()
             raise options.fail(error) from error
+
+
+def _other_rank(config: EngineConfig) -> int | None:
+    """Be the rank that a launcher made of this process, to its end, and return the exit status; None for the
+    first one, which serves.
+    """
+    from quickturn.engine.join import join, outside
+
+    with options.explained():
+        place = outside(config, os.environ)
+        if place is None or place.rank == 0:
+            return None
+        from quickturn.engine.follower import follow, ignore_signals
+
+        ignore_signals()
+        status, steps = join(config, place)
+    return follow(config, place.rank, (place.local_rank, place.local_ranks), status, steps)
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

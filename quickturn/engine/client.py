@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from quickturn.config import EngineConfig
+from quickturn.engine.endings import how_it_ended
 from quickturn.engine.journal import Journal
 from quickturn.engine.messages import (
     AddRequest,
@@ -319,7 +319,7 @@ class EngineClient:
         if self.failure is None:
             # A process that leaves by itself says why first; its message may still be in the socket.
             await asyncio.sleep(_LAST_WORDS_S)
-        self._fail(f"the engine process ended unexpectedly ({_how(process.returncode)})")
+        self._fail(f"the engine process ended unexpectedly ({how_it_ended(process.returncode)})")
 
 
 def _spawn(launch: Launch) -> "subprocess.Popen[bytes]":
@@ -330,11 +330,3 @@ def _spawn(launch: Launch) -> "subprocess.Popen[bytes]":
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
     return process
-
-
-def _how(status: int | None) -> str:
-    if status == -signal.SIGKILL:
-        return "killed by SIGKILL, as the system does when memory runs out: try a smaller --memory or model"
-    if status is not None and status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quickturn.config import EngineConfig
 from quickturn.engine.constraints import ConstrainedRow, MaskTable, Waiting
 from quickturn.engine.digest import plan_digest
-from quickturn.engine.grammar import GrammarPool, tokenizer_info
+from quickturn.engine.grammar import GrammarLimits, GrammarPool, tokenizer_info
 from quickturn.engine.live import FINISH_REASONS, InFlight, LastStep, LiveRequest
 from quickturn.engine.memory import room_for
 from quickturn.engine.messages import (
@@ -80,7 +80,9 @@ class EngineCore:
         self._settled = time.perf_counter()
         vocab_size = self._started.ready.vocab_size
         self.grammars = GrammarPool(
-            lambda: tokenizer_info(config.model, vocab_size, self._started.eos_token_ids)
+            lambda: tokenizer_info(config.model, vocab_size, self._started.eos_token_ids),
+            # The first rank decides that a grammar takes too long.
+            GrammarLimits() if seat.rank == 0 else GrammarLimits(seconds=config.rank_timeout),
         )
         self._waiting = Waiting(self.grammars)
         self._mask_table = MaskTable(config.max_requests, vocab_size)
@@ -228,7 +230,14 @@ class EngineCore:
         values["step_seconds"] = self.last_step.seconds
         for reason in FINISH_REASONS.values():
             values[f"finished_{reason}"] = float(self._finished[reason])
+        for path, count in self._runner.steps.items():
+            values[f"steps_{path}"] = float(count)
         return EngineStats(values)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self._started.layout.total_bytes
 
     def step_bytes(self, rows: int, context: int) -> int:
         """The least bytes that a decode step moves: each weight that it needs once, the cache of `rows`

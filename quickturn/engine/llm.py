@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
@@ -15,6 +15,9 @@ from quickturn.text.chat_template import ChatTemplate
 from quickturn.text.detokenizer import Detokenizer
 from quickturn.text.rendering import render_chat
 from quickturn.text.tokenizer import Tokenizer, load_tokenizer, pack_tokens
+
+if TYPE_CHECKING:
+    from quickturn.engine.leader import Leader
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -34,16 +37,25 @@ class Completion:
     logprobs: list[TokenLogprobs]
 
 
+def open_core(config: EngineConfig) -> "EngineCore | Leader":
+    """An engine in this process; for several ranks the first of them, which starts the others."""
+    if config.world == 1:
+        return EngineCore(config)
+    from quickturn.engine.leader import Leader
+
+    return Leader(config)
+
+
 class LLM:
     """A model loaded into this process. Use it as a context manager, or call `close`."""
 
     def __init__(self, model: str, **options: Any) -> None:
         """Load `model` (hub id, directory, `.gguf`, or 'embedded'); `options` are fields of
-        `EngineConfig`.
+        `EngineConfig`. With `tp=2`, say, a second process is started, which ends with this one.
         """
         self.config = EngineConfig(model=model, **options)
         self.tokenizer: Tokenizer = load_tokenizer(model)
-        self._core = EngineCore(self.config)
+        self._core = open_core(self.config)
         self._ids = itertools.count(1)
 
     def generate(

@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ import msgspec
 import zmq
 
 from quickturn.config import EngineConfig
+from quickturn.engine.crew import Crew, RankLost
+from quickturn.engine.join import gather
 from quickturn.engine.messages import (
     AddRequest,
     AskStats,
@@ -39,6 +43,7 @@ from quickturn.engine.messages import (
 )
 
 DEFAULT_CORE = "quickturn.engine.core:EngineCore"
+_SEVERAL_RANKS = "quickturn.engine.leader:Leader"
 _LINGER_MS = 1000
 
 log = logging.getLogger("quickturn.engine")
@@ -101,11 +106,19 @@ class Loop:
         with self._sending:
             self._socket.send(encode(message))
 
-    def run(self, core: Core) -> None:
-        """Serve until told to shut down. Whatever a step raises ends the loop."""
+    def run(self, core: Core, crew: Crew | None = None) -> None:
+        """Serve until told to shut down. Whatever a step raises ends the loop, as the failure of another rank
+        does.
+        """
+        idle = zmq.Poller()
+        idle.register(self._socket, zmq.POLLIN)
+        if crew is not None:
+            idle.register(crew.alarm, zmq.POLLIN)
         while True:
             if not core.has_work():
-                self._socket.poll()
+                idle.poll()
+                if crew is not None:
+                    crew.check()
             while self._socket.poll(0):
                 message = decode_to_engine(self._socket.recv())
                 if isinstance(message, Shutdown):
@@ -148,23 +161,48 @@ def load_core(path: str) -> Callable[..., Core]:
 def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
     """Build the core, report, run. Returns the process's exit status."""
     loop = Loop(socket)
+    crew: Crew | None = None
     try:
-        core = load_core(launch.core)(launch.config, progress=loop.send)
+        if launch.config.world > 1:
+            crew = gather(launch.config, launch.log_level)
+            crew.on_stuck = partial(_end_stuck, loop, crew)
+        core = _build(launch, loop, crew)
         loop.send(core.ready())
         gc.collect()
         gc.freeze()
-        loop.run(core)
+        loop.run(core, crew)
         core.close()
         gc.unfreeze()
     except Exception as error:
         loop.send(EngineFailed(_message(error)))
         return 1
+    finally:
+        if crew is not None:
+            crew.report()
+            crew.close()
     return 0
+
+
+def _build(launch: Launch, loop: Loop, crew: Crew | None) -> Core:
+    if crew is None:
+        return load_core(launch.core)(launch.config, progress=loop.send)
+    name = _SEVERAL_RANKS if launch.core == DEFAULT_CORE else launch.core
+    return load_core(name)(launch.config, progress=loop.send, crew=crew)
+
+
+def _end_stuck(loop: Loop, crew: Crew, why: str) -> None:
+    """Called in a thread when the main one waits for ranks that are gone: nobody else will say so."""
+    loop.send(EngineFailed(why))
+    for member in crew.members:
+        if member.process is not None:
+            member.process.kill()
+    time.sleep(_LINGER_MS / 1000)
+    os._exit(1)
 
 
 def _message(error: Exception) -> str:
     """What the user should read; a stack in the log only for faults that a user can't mend."""
-    if isinstance(error, ValueError | OSError | MemoryError) and str(error):
+    if isinstance(error, ValueError | OSError | MemoryError | RankLost) and str(error):
         log.debug("the engine stops", exc_info=error)
         return str(error)
     log.error("the engine stops", exc_info=error)
@@ -192,6 +230,10 @@ def main() -> None:
     status = serve(launch, socket)
     socket.close()
     context.term()
+    if launch.config.world > 1:
+        sys.stderr.flush()
+        # Threads of collectives that wait for a rank that is gone would keep the interpreter from ending.
+        os._exit(status)
     sys.exit(status)
 
 

@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as distributed
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from quickturn.config import EngineConfig
+from quickturn.engine.device import pick_device
 from quickturn.parallel.collectives import Alone, Collectives
+from quickturn.parallel.communicator import connect
 from quickturn.parallel.mesh import Mesh, make_mesh
 
 
@@ -65,25 +67,40 @@ def join_store(host: str, port: int, world: int, timeout: float) -> TCPStore:
     return TCPStore(host, port, world, False, timedelta(seconds=timeout), wait_for_workers=False)
 
 
-def open_process_group(
-    store: Store, rank: int, world: int, device: torch.device, timeout: float, one_machine: bool
-) -> None:
-    """Make the default process group: gloo, and NCCL between GPUs. Returns when every rank did. Raises
-    ValueError where there is one already.
+def open_seat(
+    config: EngineConfig,
+    store: TCPStore,
+    rank: int,
+    local: tuple[int, int],
+    hash_key: bytes,
+    agree: Callable[[int], int],
+) -> Seat:
+    """Join the others: torch's process groups, one device for each rank. `local`: (this rank's number, ranks)
+    on this machine. Returns when every rank is there.
+
+    Raises MeshError, ValueError for too few GPUs or where torch.distributed is in use already.
     """
+    mesh = mesh_of(config)
+    pick_device(config.device, local[1] - 1)  # the last one's: all fail together
+    device = pick_device(config.device, local[0])
+    share_cores(device, local[1])
     if distributed.is_initialized():
         raise ValueError(
             "torch.distributed is in use in this process already: several ranks can't start in it"
         )
-    if one_machine:
+    if local[1] == mesh.world:
         # gloo would look up the machine's name, which not every machine can.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=rank,
+        world_size=mesh.world,
+        timeout=timedelta(seconds=config.rank_timeout),
     )
+    return Seat(mesh, rank, *local, connect(mesh), hash_key, agree)
 
 
 def close_process_group() -> None:

@@ -8,12 +8,14 @@ import torch
 
 from quickturn.cache.layout import ArenaLayout, CacheDtypes, plan_arena
 from quickturn.config import EngineConfig
+from quickturn.engine.device import pick_device as pick_device
 from quickturn.engine.memory import default_memory, room_for
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.seat import Seat
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import LoadedInfo, load_model
 from quickturn.models.base import Architecture
+from quickturn.parallel.shards import Place
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -57,7 +59,10 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
         "use a smaller model, --dtype bfloat16 or --quantization fp8, or free the device's memory",
     ):
         model, info = load_model(
-            config, device, lambda stage, done, total: progress(LoadProgress(stage, done, total))
+            config,
+            device,
+            lambda stage, done, total: progress(LoadProgress(stage, done, total)),
+            *((Place(seat.mesh, seat.rank), seat.collectives) if seat.mesh.world > 1 else ()),
         )
     memory = default_memory(device, seat.local_ranks) if config.memory is None else config.memory
     memory = seat.agree(memory)
@@ -113,7 +118,6 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             "least cacheable prefix": f"{layout.block_tokens} tokens",
         },
     )
-    seat.agree(0)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     weights = _weight_bytes(model.architecture, info)
     return StartedEngine(runner, layout, ready, info.stop_token_ids, overlap, weights)
@@ -166,24 +170,3 @@ def _weight_bytes(architecture: Architecture, info: LoadedInfo) -> WeightBytes:
         for mix, elements in zip(architecture.mixtures(), sizes, strict=True)
     )
     return WeightBytes(info.weight_bytes - embedding - info.expert_bytes, mixtures)
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device called `name`; 'auto' is the GPU if there is one. Of several GPUs each rank of this machine
-    has its own. Raises ValueError for one that isn't there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but PyTorch sees no GPU; use --device cpu")
-    if device.index is None:
-        device = torch.device("cuda", local_rank)
-    if device.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"{device} was asked for, but PyTorch sees {torch.cuda.device_count()} GPUs on this machine:"
-            " every rank needs one of its own"
-        )
-    return device
