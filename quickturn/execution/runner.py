@@ -4,6 +4,7 @@
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, GroupCounts, StepRows
 from quickturn.execution.graphs import StepGraphs
 from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
+from quickturn.execution.scoring import PromptScorer, ScoredChunk, Scoring
 from quickturn.execution.wipe import Wiper
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
@@ -35,12 +37,13 @@ class BlockUpdate:
 @dataclass(frozen=True)
 class StepTokens:
     """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model
-    and sampling.
+    and sampling. `scores`: of prompts, by slot.
     """
 
     tokens: NDArray[np.int32]
     logprobs: Sequence[RowLogprobs | None]
     seconds: float
+    scores: Sequence[ScoredChunk] = ()
 
 
 class PendingStep:
@@ -52,8 +55,12 @@ class PendingStep:
         logprobs: Callable[[], Sequence[RowLogprobs | None]],
         started: float,
         done: torch.cuda.Event | None,
+        scoring: Scoring | None = None,
     ) -> None:
         """`tokens` is on the host; with `done` it is valid once that event has happened."""
+        self.scored_slots = [] if scoring is None else [part.slot for part in scoring.parts]
+        """Slots whose prompts the step scores, in the order of `StepTokens.scores`."""
+        self._scores: Callable[[], Sequence[ScoredChunk]] = tuple if scoring is None else scoring.fetch()
         self._tokens = tokens
         self._logprobs = logprobs
         self._started = started
@@ -66,7 +73,8 @@ class PendingStep:
         if self._done is not None:
             self._done.synchronize()
             seconds = time.perf_counter() - self._started
-        return StepTokens(self._tokens.numpy().astype(np.int32), self._logprobs(), seconds)
+        tokens = self._tokens.numpy().astype(np.int32)
+        return StepTokens(tokens, self._logprobs(), seconds, self._scores())
 
 
 class Runner:
@@ -89,8 +97,11 @@ class Runner:
         self._device = device
         self._batch = DeviceBatch(layout, self.arena.layer_caches(), max_requests, max_context, device)
         self._sampler = Sampler(max_requests, vocab_size, device)
+        self._scorer = PromptScorer(max_requests, vocab_size, device)
         self._graphs: StepGraphs | None = None
         self._wiper = Wiper(self.arena)
+        self.steps: Counter[str] = Counter()
+        """Steps by the path that they took: decode_graph, prompt_graph, kernels, scored."""
 
     def capture_graphs(self, max_step_tokens: int, progress: Callable[[int, int], None]) -> None:
         """Record the steps worth it, of at most `max_step_tokens` tokens; `progress(done, total)`. Needs a
@@ -107,6 +118,7 @@ class Runner:
         """
         self._batch.load_tokens(slot, tokens)
         self._sampler.admit(slot, tokens, prompt_len, sampling, seed)
+        self._scorer.admit(slot, prompt_len, sampling.prompt_logprobs)
 
     def spoil(self, blocks: Sequence[Sequence[int]]) -> None:
         """These blocks of each group hold numbers that are none: wiped when somebody else gets them."""
@@ -129,20 +141,23 @@ class Runner:
         for group, update in enumerate(updates):
             self._wiper.wipe(group, update.blocks)
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
-        replayed = self._graphs.replay(rows) if self._graphs is not None else None
-        logits = replayed[0] if replayed is not None else self._forward(rows, groups)
+        scoring = self._scorer.begin(rows, self._batch.token_ids)
+        replayed = self._graphs.replay(rows) if self._graphs is not None and scoring is None else None
+        self.steps[_path(rows, replayed is not None, scoring is not None)] += 1
+        logits = replayed[0] if replayed is not None else self._forward(rows, groups, scoring)
         mask = None if masks is None else masks()
         if replayed is not None and mask is None and self._sampler.is_plain(rows.slots):
             sampled = SampledRows(replayed[1], list)
         else:
             sampled = self._sample(logits, rows, mask)
         if self._device.type != "cuda":
-            return PendingStep(sampled.tokens, sampled.logprobs, started, None)
+            return PendingStep(sampled.tokens, sampled.logprobs, started, None, scoring)
         host = torch.empty(len(sampled.tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        pending = PendingStep(host, sampled.logprobs, started, done, scoring)
         done.record()
-        return PendingStep(host, sampled.logprobs, started, done)
+        return pending
 
     @torch.inference_mode()
     def help_out(self, groups: GroupCounts) -> None:
@@ -150,7 +165,10 @@ class Runner:
         batch = self._batch.padding_batch()
         self._model.forward(replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples))
 
-    def _forward(self, rows: StepRows, groups: GroupCounts | None) -> torch.Tensor:
+    def _forward(self, rows: StepRows, groups: GroupCounts | None, scoring: Scoring | None) -> torch.Tensor:
+        if scoring is not None:
+            batch = self._batch.forward_batch(rows)
+            return self._model.forward_scored(batch, scoring.slices, scoring.take)
         if groups is None:
             return self._model.forward(self._batch.forward_batch(rows))
         # Every group has logits, so that all ranks go the same way through the model.
@@ -167,3 +185,9 @@ class Runner:
         if len(slots):
             self._batch.append(slots, positions - 1, sampled.tokens)
         return sampled
+
+
+def _path(rows: StepRows, replayed: bool, scored: bool) -> str:
+    if replayed:
+        return "decode_graph" if rows.decodes_only() else "prompt_graph"
+    return "scored" if scored else "kernels"
