@@ -61,7 +61,7 @@ class Arena:
     def _keys_and_values(
         self, laid: GroupLayout, group: CacheGroup, place: int, index: int, layer: int
     ) -> LayerCache:
-        dtype, tokens = self.layout.dtypes.kv, self.layout.block_tokens
+        dtype, tokens = self.layout.dtypes.kv, group.tokens_here(self.layout.block_tokens)
         row = group.kv_heads * group.head_dim
         shape = (tokens, group.kv_heads, group.head_dim)
         part = tokens * row * dtype.itemsize

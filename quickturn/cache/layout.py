@@ -1,11 +1,11 @@
 """Cache groups as models declare them, and how their blocks lie in the arena.
 
-A block of a `full` or `window` group holds `block_tokens` tokens of every layer of the group: `[layers, 2
-(k, v), block_tokens, kv_heads, head_dim]`. A block of a `state` group is one snapshot of all its layers: of
-each the recurrent state `[heads, key_dim, value_dim]` and the convolution's `[channels, width - 1]`. A slab
-is the physical unit of the arena, one size for all groups; the blocks of a slab lie at one fixed stride that
-divides it, so that block ids index a flat strided view of the whole arena and kernels see `[num_blocks,
-...]`.
+A block of a `full` or `window` group holds `block_tokens` tokens (or this rank's part of them) of every layer
+of the group: `[layers, 2 (k, v), block_tokens, kv_heads, head_dim]`. A block of a `state` group is one
+snapshot of all its layers: of each the recurrent state `[heads, key_dim, value_dim]` and the convolution's
+`[channels, width - 1]`. A slab is the physical unit of the arena, one size for all groups; the blocks of a
+slab lie at one fixed stride that divides it, so that block ids index a flat strided view of the whole arena
+and kernels see `[num_blocks, ...]`.
 """
 
 import math
@@ -40,6 +40,7 @@ class CacheGroup:
     """Attention layers whose cache has one shape and one lifetime.
 
     `layers` are decoder layer indexes in order. `window` is the number of tokens seen back, 0 for `full`.
+    `parts`: ranks that share out the tokens of every block; each holds an equal part of them.
     """
 
     kind: Literal["full", "window"]
@@ -47,14 +48,24 @@ class CacheGroup:
     kv_heads: int
     head_dim: int
     window: int = 0
+    parts: int = 1
 
     def elements_per_token(self) -> int:
-        """Cache elements of one token over the group's layers."""
+        """Cache elements of one token over the group's layers, on all ranks that share out tokens."""
         return len(self.layers) * 2 * self.kv_heads * self.head_dim
 
     def block_bytes(self, block_tokens: int, dtypes: CacheDtypes) -> int:
         """Bytes of a block, before alignment."""
-        return self.elements_per_token() * block_tokens * dtypes.kv.itemsize
+        return self.elements_per_token() * self.tokens_here(block_tokens) * dtypes.kv.itemsize
+
+    def tokens_here(self, block_tokens: int) -> int:
+        """Tokens of a block that are on this rank. Raises ValueError if its ranks can't share them out."""
+        if block_tokens % self.parts:
+            raise ValueError(
+                f"blocks of {block_tokens} tokens can't be shared out to {self.parts} ranks;"
+                f" take a multiple of {self.parts} for --block-tokens"
+            )
+        return block_tokens // self.parts
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,8 @@ class ArenaLayout:
                 total += 2 * rows * laid.block_bytes
             else:
                 seen = min(context, laid.group.window or context)
-                total += rows * seen * laid.group.elements_per_token() * self.dtypes.kv.itemsize
+                each = laid.group.elements_per_token() * self.dtypes.kv.itemsize
+                total += rows * seen * each // laid.group.parts
         return total
 
     def _slabs_of(self, blocks: int) -> int:

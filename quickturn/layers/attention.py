@@ -43,6 +43,11 @@ class Attention:
         """Fused `q|k|v` or `q|k|v|gate` `[T, (Hq + 2 Hkv [+ Hq]) D] -> [T, Hq D]`; writes this step's keys
         and values.
         """
+        q, k, v = self.split(qkv)
+        return self.gate(self._attend(q, k, v, batch).view(qkv.shape[0], -1), qkv)
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q `[T, Hq, D]`, k and v `[T, Hkv, D]`, all views."""
         tokens, width = qkv.shape
         per_kv = self.queries_per_kv * (2 if self.gated else 1) + 2
         kv_heads = width // (self.head_dim * per_kv)
@@ -51,7 +56,10 @@ class Attention:
         q, k, v = heads[:, : query_heads + 2 * kv_heads].split_with_sizes(
             (query_heads, kv_heads, kv_heads), 1
         )
-        out = self._attend(q, k, v, batch).view(tokens, -1)
+        return q, k, v
+
+    def gate(self, out: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """`out` `[T, Hq D]`, gated if this attention is."""
         return sigmoid_gate(out, qkv[:, -out.shape[1] :]) if self.gated else out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

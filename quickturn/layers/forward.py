@@ -37,6 +37,21 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class OwnTokens:
+    """A batch on a rank that holds a part of each block's tokens, of one cache group.
+
+    slots: int64 [T], places in blocks of that part, negative for tokens that belong elsewhere or are padding.
+    lines: int64 [T], 0 to T - 1, -1 for padding. context_lens: int32 [R], keys of each row that are here;
+    max_context_len: a host bound on them.
+    """
+
+    slots: torch.Tensor
+    lines: torch.Tensor
+    context_lens: torch.Tensor
+    max_context_len: int
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """T tokens of R rows; the first `num_decode` rows have one query token each, the others are prefill
     chunks.
@@ -98,3 +113,27 @@ class ForwardBatch:
         tables = tuple(table[n:] for table in self.block_tables)
         states = tuple(rows[n:] for rows in self.states)
         return Rows(self.query_start[n:] - n, self.context_lens[n:], tables, states)
+
+    def own_tokens(self, group: int, size: int, part: int, parts: int) -> OwnTokens:
+        """The batch on a rank that holds tokens `part * size` to `(part + 1) * size` of each block of `size *
+        parts`. Made once for all layers of the group.
+        """
+        made = self._own_tokens.get(group)
+        if made is None:
+            slots, whole = self.slot_mapping[group], size * parts
+            offset = slots % whole
+            here = torch.div(slots, whole, rounding_mode="floor") * size + offset % size
+            belongs = (offset >= part * size) & (offset < (part + 1) * size)
+            lens = self.context_lens
+            rest = (lens % whole - part * size).clamp(0, size)
+            made = self._own_tokens[group] = OwnTokens(
+                torch.where(belongs, here, -1),
+                torch.where(slots < 0, -1, torch.arange(slots.shape[0], device=slots.device)),
+                torch.div(lens, whole, rounding_mode="floor") * size + rest,
+                -(-self.max_context_len // whole) * size,
+            )
+        return made
+
+    @cached_property
+    def _own_tokens(self) -> dict[int, OwnTokens]:
+        return {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quickturn.cache.layout import AnyGroup, CacheGroup, StateGroup
+from quickturn.layers.context import Gather
 from quickturn.layers.forward import ForwardBatch
 from quickturn.layers.rotary import Rotary, cos_sin_table
 from quickturn.models.declare import Declaration, Embed, Head, Materials, Norm, Parameter
@@ -86,9 +87,10 @@ class Architecture:
         """Layers grouped by cache shape and lifetime: full attention first, then windows in the order of
         their first layer, then states.
         """
-        members: dict[tuple[int, int, int], list[int]] = {}
+        members: dict[tuple[int, int, int, int], list[int]] = {}
         for step in self.attention():
-            members.setdefault((step.window, step.kv_heads, step.head_dim), []).append(step.layer)
+            key = step.window, step.kv_heads, step.head_dim, step.parts
+            members.setdefault(key, []).append(step.layer)
         keys = sorted(members, key=lambda key: (key[0] > 0, members[key][0]))
         states: dict[tuple[int, int, int, int, int], list[int]] = {}
         for delta in self.recurrent():
@@ -97,12 +99,13 @@ class Architecture:
         paged = tuple(
             CacheGroup(
                 "window" if window else "full",
-                tuple(members[window, kv_heads, head_dim]),
+                tuple(members[window, kv_heads, head_dim, parts]),
                 kv_heads,
                 head_dim,
                 window,
+                parts,
             )
-            for window, kv_heads, head_dim in keys
+            for window, kv_heads, head_dim, parts in keys
         )
         return *paged, *(StateGroup(tuple(layers), *shape) for shape, layers in states.items())
 
@@ -222,7 +225,7 @@ def build(
     for attend in architecture.attention():
         if attend.rotary not in rotary:
             rotary[attend.rotary] = cos_sin_table(attend.rotary, positions, device)
-    materials = Materials(parameters, rotary)
+    materials = Materials(parameters, rotary, None if ranks is None else _gather(ranks))
     declarations = architecture.declarations()
     steps = tuple(declaration.step(materials) for declaration in declarations)
     conversions(steps)
@@ -234,6 +237,12 @@ def build(
         None if several else fuse_decode(steps),
         ranks if several else None,
     )
+
+
+def _gather(ranks: Ranks) -> Gather:
+    """Brings together what the ranks that share out a cache's tokens hold."""
+    over = ranks.programs.mesh.axis("cp")
+    return lambda x: ranks.collectives.all_gather(x[None], over, 0)
 
 
 def tail_of(declarations: Sequence[Declaration]) -> int:

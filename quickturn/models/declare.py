@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 
 from quickturn.layers import embedding, linear, norm
+from quickturn.layers.context import Gather
 from quickturn.layers.linear import LinearWeight
 from quickturn.layers.rotary import Rotary
 from quickturn.parallel.placement import Axis, Partial, Placed, Placement, Replicate, Shard, Step
@@ -25,12 +26,13 @@ NormKind = Literal["plain", "wide", "offset"]
 
 @dataclass(frozen=True)
 class Materials:
-    """What steps are made of: loaded parameters by name, and the cos/sin tables of the model's rotary
-    embeddings.
+    """What steps are made of: loaded parameters by name, the cos/sin tables of the model's rotary embeddings,
+    and what brings together the parts of a cache whose tokens are shared out, if they are.
     """
 
     parameters: Mapping[str, Parameter]
     rotary: Mapping[Rotary, torch.Tensor]
+    gather: Gather | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
         """The parameter `name`, which is a plain tensor."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from quickturn.layers import attention, linear_attention
+from quickturn.layers import attention, context, linear_attention
 from quickturn.layers.rotary import Rotary
 from quickturn.models.declare import Materials, NormKind, norm_weight
 from quickturn.parallel.placement import Placed, PlacementError, Shard, Step
@@ -16,7 +16,8 @@ class Attend:
 
     `norms` names q and k norm modules, if any. `scale` multiplies the scores, by default 1 / sqrt(head_dim).
     `gated`: the input ends with a gate for each query head. `sinks` names a parameter with one logit for each
-    query head. `softcap` squashes the scores, 0 for not.
+    query head. `softcap` squashes the scores, 0 for not. `part`, `parts`: which part, of how many, of each
+    block's tokens the cache holds here.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Attend:
     gated: bool = False
     sinks: str = ""
     softcap: float = 0.0
+    part: int = 0
+    parts: int = 1
 
     @property
     def placed(self) -> Placed:
@@ -48,8 +51,9 @@ class Attend:
         return *norms, WeightSpec(self.sinks, segments, None, "vector", "attn", Shard(0))
 
     def on(self, place: Place) -> "Attend":
-        """The heads that the rank at `place` holds. With fewer heads of keys and values than ranks, several
-        ranks hold the same. Raises PlacementError for heads that can't be shared out so.
+        """The heads, and the tokens, that the rank at `place` holds. With fewer heads of keys and values than
+        ranks, several ranks hold the same. Tokens in a window are few: every rank holds all of them. Raises
+        PlacementError for heads that can't be shared out so.
         """
         ranks = place.part("attn")[1]
         if self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
@@ -57,14 +61,21 @@ class Attend:
                 f"{self.name} has {self.heads} heads and {self.kv_heads} of keys and values, which {ranks}"
                 " ranks can't share"
             )
-        return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+        part, parts = (0, 1) if self.window else place.tokens()
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=max(1, self.kv_heads // ranks),
+            part=part,
+            parts=parts,
+        )
 
     def step(self, materials: Materials) -> Step:
         """Fused `q|k|v` or `q|k|v|gate` `[T, ...] -> [T, Hq D]`."""
         q_norm, k_norm = (
             (materials.tensor(f"{name}.weight") for name in self.norms) if self.norms else (None, None)
         )
-        run = attention.Attention(
+        whole = attention.Attention(
             layer=self.layer,
             head_dim=self.head_dim,
             queries_per_kv=self.heads // self.kv_heads,
@@ -78,7 +89,11 @@ class Attend:
             sinks=materials.tensor(self.sinks) if self.sinks else None,
             softcap=self.softcap,
         )
-        return self.placed.step(run)
+        if self.parts == 1:
+            return self.placed.step(whole)
+        assert materials.gather is not None, self.name
+        share = context.TokenShare(self.part, self.parts, materials.gather)
+        return self.placed.step(context.SharedAttention(whole, share))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class PagedCache:
             if isinstance(group, StateGroup):
                 self._add_states(group, num_blocks, dtype)
                 continue
-            shape = (num_blocks, len(group.layers), 2, block_tokens, group.kv_heads, group.head_dim)
+            tokens = group.tokens_here(block_tokens)
+            shape = (num_blocks, len(group.layers), 2, tokens, group.kv_heads, group.head_dim)
             arena = (torch.randn(shape, generator=generator) * 50).to(dtype)
             for index, layer in enumerate(group.layers):
                 self.layers[layer] = LayerCache(self.paged, arena[:, index, 0], arena[:, index, 1])
