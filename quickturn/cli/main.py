@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": "Serve a model over HTTP, as the OpenAI API.",
     "chat": "Talk to a model in this terminal.",
     "bench": "Measure this machine.",
+    "explain": "Print what the ranks do with each layer of a model, and what it takes.",
 }
 """Names and short descriptions. Module `quickturn.cli.NAME` holds either a function NAME or a Typer `app`."""
 

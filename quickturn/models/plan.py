@@ -2,12 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 from quickturn.models.base import Architecture, tail_of
 from quickturn.models.declare import Column, Declaration, Embed, GatedColumn, Head, Norm, Row
 from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
-from quickturn.parallel.compile import compile_programs
+from quickturn.parallel.compile import compile_program, compile_programs
+from quickturn.parallel.cost import Load
+from quickturn.parallel.explain import Explained, explain
 from quickturn.parallel.mesh import Mesh, MeshError
 from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Op, Work
 from quickturn.parallel.placement import Shard
@@ -32,6 +35,15 @@ def programs_of(architecture: Architecture, mesh: Mesh) -> Programs:
     """
     declarations = architecture.declarations()
     return compile_programs(ops_of(architecture, mesh), tail_of(declarations), mesh)
+
+
+def explain_model(
+    architecture: Architecture, mesh: Mesh, load: Load, sizes: Bytes | None = None
+) -> Explained:
+    """The program for steps of such a load, explained. Raises as `programs_of` does."""
+    ops, tail = ops_of(architecture, mesh, sizes), tail_of(architecture.declarations())
+    starts = tuple(accumulate((len(layer) for layer in architecture.layers), initial=1))
+    return explain(ops, tail, starts, compile_program(ops, tail, mesh, load), load)
 
 
 def ops_of(architecture: Architecture, mesh: Mesh, sizes: Bytes | None = None) -> tuple[Op, ...]:
