@@ -20,6 +20,7 @@ def write_page(path: Path, results: Sequence[dict[str, Any]], title: str = "Agen
 def render(results: Sequence[dict[str, Any]], title: str) -> str:
     """The page as text."""
     runs = [{key: result[key] for key in _KEPT if key in result} for result in results]
+    runs.sort(key=lambda run: (run["label"], run["load"]["concurrency"], run["environment"]["time"]))
     data = json.dumps({"title": title, "runs": runs}, separators=(",", ":"))
     parts = {
         "STYLE": _static("page.css"),

@@ -1,5 +1,6 @@
 """A grid of runs, each a file: what is there already isn't run again, and a half-written file isn't there."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def sweep(
     Raises ValueError for a cell that was run with other `settings`.
     """
     results = []
+    settings = json.loads(json.dumps(settings))
     for cell in cells:
         path = folder / cell.file
         found = finished(path)

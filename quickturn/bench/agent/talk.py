@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quickturn.bench.agent import content
 from quickturn.bench.agent.ceiling import PrefixTree
-from quickturn.bench.agent.sessions import Session
+from quickturn.bench.agent.sessions import Session, Turn
 
 _TOKEN_BYTES = 4
 
@@ -132,7 +132,7 @@ class ChatTalk:
         if index == len(self._prompts):
             turn = self._session.turns[index]
             fresh = _Message("user", self._fresh[index], sum(piece.tokens for piece in turn.new))
-            kept = _cut(self._after[turn.parent], turn.keep) if turn.parent >= 0 else ()
+            kept = self._kept(turn)
             if kept and kept[-1].role == "user":
                 # Templates want roles that take turns: what was cut and what is new are one message.
                 last = kept[-1]
@@ -141,6 +141,15 @@ class ChatTalk:
             self._prompts.append((*kept, fresh))
             self._after.append(self._prompts[index])
         return self._prompts[index]
+
+    def _kept(self, turn: Turn) -> tuple[_Message, ...]:
+        if turn.parent < 0:
+            return ()
+        before = self._session.turns[turn.parent]
+        # An answer that is kept is kept whole, whatever its length became.
+        whole = turn.keep >= before.prompt + before.answer
+        after = self._after[turn.parent]
+        return after if whole else _cut(after, turn.keep)
 
     def body(self, index: int) -> dict[str, Any]:
         """The messages."""

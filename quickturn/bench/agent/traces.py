@@ -42,7 +42,7 @@ def read(path: Path) -> list[Session]:
         trace = json.loads(path.read_text())
         unit = int(trace.get("block_size", UNIT))
         return [session_of(path.stem, list(flatten(trace["requests"])), unit)]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no recorded session: {type(error).__name__}: {error}") from error
 
 

@@ -96,7 +96,7 @@ function pareto() {
   const front = points
     .filter((point) => !points.some((other) => other.speed >= point.speed && other.all >= point.all && (other.speed > point.speed || other.all > point.all)))
     .sort((a, b) => a.speed - b.speed);
-  svg.append(element("path", { class: "front", stroke: "color-mix(in srgb, var(--ink) 22%, transparent)", d: path(front.map((point) => [x(point.speed), y(point.all)])) }));
+  svg.append(element("path", { class: "front", stroke: "color-mix(in srgb, var(--ink) 28%, transparent)", d: path(front.map((point) => [x(point.speed), y(point.all)])) }));
   for (const point of points) {
     const dot = element("circle", { class: "dot", cx: x(point.speed), cy: y(point.all), r: 7, fill: color(point.run.label) });
     svg.append(explain(dot, about(point.run)));
@@ -217,7 +217,7 @@ function table() {
       const own = value(run);
       const cell = element("td", {}, number(own, 4));
       const others = rivals.map(value).filter((other) => other != null);
-      if (better && rivals.length > 1 && own != null && own * better === Math.max(...others.map((other) => other * better))) cell.className = "best";
+      if (better && own != null && new Set(others).size > 1 && own * better === Math.max(...others.map((other) => other * better))) cell.className = "best";
       if (name === "errors" && own) {
         cell.className = "bad";
         explain(cell, Object.entries(run.figures.errors).map(([kind, count]) => `${count} × ${kind}: ${run.figures.error_examples[kind]}`).join("\n"));
@@ -231,19 +231,20 @@ function table() {
 
 function notes() {
   const list = element("ul");
-  const say = (text, code) => list.append(element("li", {}, text, ...(code ? [element("code", {}, code)] : [])));
-  say("Times are the client's, read when the socket gave the bytes. A gap is a wait for text, however many tokens came with it. Bold: the best of the engines at the same number of users.");
+  const each = element("ul");
+  list.append(element("li", {}, "Times are the client's, read when the socket gave the bytes. A gap is a wait for text, however many tokens came with it. Bold: the best of the engines at the same number of users."));
   for (const run of runs) {
     const { environment, client, load, figures } = run;
-    const parts = [`${nameOf(run)}: ${environment.time}, ${environment.processor}, load ${environment.load_1m} before. `];
+    const parts = [`${nameOf(run)}: ${environment.time}, ${environment.processor}, load of the client's machine ${environment.load_1m}. `];
     if (client.cpu_share != null) parts.push(`The client took ${number(client.cpu_share * 100, 2)}% of a core, its loop was ${number(client.loop_lag_ms_p99)} ms late (p99). `);
     if (client.warning) parts.push(`Warning: ${client.warning}. `);
     if (!figures.exact_counts) parts.push("The server doesn't say how many tokens came at a time: shared out by length. ");
     if (figures.short_answers) parts.push(`${figures.short_answers} answers were shorter than asked. `);
     parts.push(`${load.turns} turns of ${load.sessions} sessions asked. `);
-    say(parts.join(""), `${environment.command} (commit ${environment.commit || "unknown"})`);
+    const command = element("code", {}, `${environment.command} (commit ${environment.commit || "unknown"})`);
+    each.append(element("li", {}, parts.join(""), command));
   }
-  put("notes", list);
+  put("notes", list, element("details", runs.length < 4 ? { open: "" } : {}, element("summary", {}, "Each run"), each));
 }
 
 function legend() {
