@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from quickturn.cache.layout import AnyGroup, CacheGroup, StateGroup
-from quickturn.layers.context import Gather
 from quickturn.layers.forward import ForwardBatch
 from quickturn.layers.rotary import Rotary, cos_sin_table
 from quickturn.models.declare import Declaration, Embed, Head, Materials, Norm, Parameter
 from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
 from quickturn.parallel import walk
-from quickturn.parallel.collectives import Collectives
+from quickturn.parallel.collectives import Collectives, gathering
 from quickturn.parallel.fuse import FusedDecode, fuse_decode
 from quickturn.parallel.placement import Run, Step, conversions
 from quickturn.parallel.program import Programs
@@ -225,7 +224,10 @@ def build(
     for attend in architecture.attention():
         if attend.rotary not in rotary:
             rotary[attend.rotary] = cos_sin_table(attend.rotary, positions, device)
-    materials = Materials(parameters, rotary, None if ranks is None else _gather(ranks))
+    gather = None
+    if ranks is not None:
+        gather = gathering(ranks.collectives, ranks.programs.mesh.axis("cp"))
+    materials = Materials(parameters, rotary, gather)
     declarations = architecture.declarations()
     steps = tuple(declaration.step(materials) for declaration in declarations)
     conversions(steps)
@@ -237,12 +239,6 @@ def build(
         None if several else fuse_decode(steps),
         ranks if several else None,
     )
-
-
-def _gather(ranks: Ranks) -> Gather:
-    """Brings together what the ranks that share out a cache's tokens hold."""
-    over = ranks.programs.mesh.axis("cp")
-    return lambda x: ranks.collectives.all_gather(x[None], over, 0)
 
 
 def tail_of(declarations: Sequence[Declaration]) -> int:

@@ -6,7 +6,7 @@ zero included, known to every rank beforehand: what travels is padded to the lar
 Every rank gets the same bits.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -139,3 +139,8 @@ class Alone:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+
+def gathering(collectives: Collectives, over: Groups) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`[...] -> [ranks, ...]`: what each rank of the group gives, in their order."""
+    return lambda x: collectives.all_gather(x[None], over, 0)
