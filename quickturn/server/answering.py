@@ -31,7 +31,7 @@ from quickturn.text.chat_template import TemplateFailed
 from quickturn.text.conversation import BadMessage
 from quickturn.text.encoder import Encoded
 from quickturn.text.parsing.parser import AnswerParser, begins_thinking
-from quickturn.text.rendering import Place, render_chat
+from quickturn.text.rendering import render_chat
 from quickturn.text.splice import written
 from quickturn.text.structured.constraint import constraint_of, helpful_constraint
 from quickturn.text.structured.formats import Format
@@ -74,8 +74,6 @@ class Turn:
     messages_param: str = "messages"
     output: Format | None = None
     output_param: str = "response_format"
-    places: tuple[Place, ...] = ()
-    """Where the client says that other prompts part from this one."""
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -156,7 +154,7 @@ def render(state: ServerState, turn: Turn, tenant: str = "") -> Encoded:
             definitions,
             state.written,
             _scope(turn, tenant),
-            turn.places,
+            partings=True,
         )
     except BadMessage as error:
         raise invalid(error.param, str(error)) from error

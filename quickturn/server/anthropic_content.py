@@ -19,9 +19,9 @@ def chat_messages(
 ) -> list[dict[str, Any]]:
     """Messages in the form that chat templates read. Raises ApiError naming the block that can't be used."""
     result: list[dict[str, Any]] = []
-    text = "\n".join(part for part in _system_texts(system) if not part.startswith(BILLING_LINE))
-    if text:
-        result.append({"role": "system", "content": text})
+    parts = [part for part in _system_parts(system) if not part["text"].startswith(BILLING_LINE)]
+    if any(part["text"] for part in parts):
+        result.append({"role": "system", "content": _joined(parts)})
     names: dict[str, str] = {}
     for index, message in enumerate(messages):
         place = f"messages.{index}"
@@ -43,12 +43,25 @@ def chat_messages(
     return result
 
 
-def _system_texts(system: str | list[dict[str, Any]] | None) -> list[str]:
+def _system_parts(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if system is None:
         return []
     if isinstance(system, str):
-        return [system]
-    return [_text(block, f"system.{index}") for index, block in enumerate(system)]
+        return [{"text": system}]
+    return [_part(block, f"system.{index}") for index, block in enumerate(system)]
+
+
+def _part(block: Any, place: str) -> dict[str, Any]:
+    """A text block as a part of a chat message's content."""
+    part = {"type": "text", "text": _text(block, place)}
+    return part if block.get("cache_control") is None else {**part, "cache_control": block["cache_control"]}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Parts as one text, or as they are where a mark says that prompts may part between them."""
+    if any("cache_control" in part for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 Block = tuple[str, dict[str, Any]]
@@ -72,21 +85,22 @@ def _blocks(message: dict[str, Any], place: str) -> list[Block]:
 
 def _user(blocks: list[Block], names: dict[str, str]) -> Iterator[dict[str, Any]]:
     """A `tool` message for each result, and a `user` message for the text between two of them."""
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, block in blocks:
         if block.get("type") != "tool_result":
-            texts.append(_text(block, place))
+            parts.append(_part(block, place))
             continue
-        if texts:
-            yield {"role": "user", "content": "\n".join(texts)}
-            texts = []
+        if parts:
+            yield {"role": "user", "content": _joined(parts)}
+            parts = []
         id = block.get("tool_use_id")
         if not isinstance(id, str):
             raise invalid(f"{place}.tool_use_id", f"{place}.tool_use_id must be a string")
-        content = _text_of(block.get("content"), f"{place}.content")
+        text = _text_of(block.get("content"), f"{place}.content")
+        content = _joined([_part({**block, "type": "text", "text": text}, place)])
         yield {"role": "tool", "tool_call_id": id, "name": names.get(id, ""), "content": content}
-    if texts or not blocks:
-        yield {"role": "user", "content": "\n".join(texts)}
+    if parts or not blocks:
+        yield {"role": "user", "content": _joined(parts)}
 
 
 def _assistant(blocks: list[Block], names: dict[str, str]) -> Iterator[dict[str, Any]]:

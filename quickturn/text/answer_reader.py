@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.parsing.events import (
@@ -29,8 +30,7 @@ class Finished:
 AnswerEvent = ParsedEvent | Finished
 
 
-@dataclass(frozen=True)
-class NewEvents:
+class NewEvents(NamedTuple):
     """News of an answer, how many of the pushed tokens count, and why it ended ('' while it runs).
 
     `stopped_here`: it was ended on this side, so that the engine still has to be told.
@@ -44,17 +44,24 @@ class NewEvents:
 
 @dataclass
 class Answered:
-    """A whole answer. `tokens`: all but the one that ended it; `calls`: id, name, arguments."""
+    """A whole answer. `tokens`: all but the one that ended it; `texts`: the pieces of its visible text;
+    `calls`: id, name, arguments.
+    """
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     calls: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The visible text."""
+        return "".join(self.texts)
 
     def add(self, events: Sequence[AnswerEvent]) -> None:
         """Take in what was read."""
         for event in events:
             if isinstance(event, TextDelta):
-                self.text += event.text
+                self.texts.append(event.text)
             elif isinstance(event, ToolCallStart):
                 self.calls.append((event.id, event.name, ""))
             elif isinstance(event, ToolArgumentsDelta):

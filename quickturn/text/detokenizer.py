@@ -1,7 +1,7 @@
 """The text side of one running answer: tokens in, text and the reason of its end out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quickturn.sampling_params import SamplingParams
 from quickturn.text.stop import StopStrings
@@ -9,8 +9,7 @@ from quickturn.text.tokenizer import Tokenizer
 from quickturn.text.vocabulary import TokenDecoder
 
 
-@dataclass(frozen=True)
-class NewText:
+class NewText(NamedTuple):
     """Newly visible text; how many of the pushed tokens count; why the answer ended ('' while it runs).
 
     `stopped_here` says that a stop string ended it on this side, so that the engine still has to be told.

@@ -1,7 +1,6 @@
 """From chat messages to the prompt's token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,14 +12,6 @@ from quickturn.text.splice import AnswerStore, spliced
 from quickturn.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where prompts may part: before a message, or behind the first `chars` characters of its content."""
-
-    message: int
-    chars: int | None = None
-
-
 def render_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
@@ -29,14 +20,14 @@ def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
     written: "WrittenAnswers | None" = None,
     scope: str = "",
-    places: Sequence[Place] | None = None,
+    partings: bool = False,
 ) -> Encoded:
     """The prompt that asks for the next answer. Control tokens inside messages and tools are encoded as plain
     text; answers that `written` knows in `scope` are as the model wrote them.
 
-    `extra` are further variables for the template. `places`: where the client says that prompts part; with
-    them (None: without any) come the positions behind tools and system prompt and before the last question.
-    Raises BadMessage or TemplateFailed.
+    `extra` are further variables for the template. `partings`: the prompt's `places` are where others are
+    likely to part from it: behind tools and system prompt, before the last question, and at parts of messages
+    that bear a `cache_control`. Raises BadMessage or TemplateFailed.
     """
     normal = normalise_messages(messages, template.source)
     definitions = None if tools is None else tokenizer.mark_data(list(tools))
@@ -47,20 +38,39 @@ def render_chat(
     marked = [tokenizer.mark_data(message) for message in normal]
     text = _in_place(render, marked)
     parts: Sequence[Part] = [text] if written is None else written.put_back(text, normal, scope)
-    wanted = [] if places is None else [*_usual_places(normal), *places]
-    ends = [_end_of(place, render, normal, marked, text) for place in wanted]
-    return tokenizer.encoder.encode(parts, scope, sorted({end for end in ends if 0 < end < len(text)}))
+    ends: set[int] = set()
+    if partings:
+        places = [*_usual_partings(normal), *_marked_partings(messages)]
+        ends = {_end_of(place, render, normal, marked, text) for place in places}
+    return tokenizer.encoder.encode(parts, scope, sorted(end for end in ends if 0 < end < len(text)))
 
 
+Place = tuple[int, int]
+"""A message, and how many characters of its content stand before the place (-1: it is before the message)."""
+
+_MOST_MARKS = 8
 _OTHERS = "\ufdd2"
 """What another prompt says where it parts from this one: a noncharacter."""
 
 
-def _usual_places(messages: Sequence[Message]) -> list[Place]:
+def _usual_partings(messages: Sequence[Message]) -> list[Place]:
     """Other sessions have the same tools and system prompt; the session itself is asked something else."""
     start = next((at for at, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=start)
-    return [Place(at) for at in sorted({start, last}) if at < len(messages)]
+    return [(at, -1) for at in sorted({start, last}) if at < len(messages)]
+
+
+def _marked_partings(messages: Sequence[Message]) -> list[Place]:
+    """Behind the last parts of content that the client marks as worth caching."""
+    places = []
+    for index, message in enumerate(messages):
+        parts = message.get("content")
+        length = -1
+        for part in parts if isinstance(parts, list) else ():
+            length += 1 + len(part["text"] if isinstance(part, dict) else part)
+            if isinstance(part, dict) and part.get("cache_control") is not None:
+                places.append((index, length))
+    return places[-_MOST_MARKS:]
 
 
 def _end_of(
@@ -71,16 +81,17 @@ def _end_of(
     text: str,
 ) -> int:
     """How much of `text` a prompt has in common with it that says something else from `place` on."""
+    index, chars = place
     other = [{"role": "user", "content": _OTHERS}]
-    if place.chars is not None and place.message < len(messages):
-        message = messages[place.message]
-        content = marked[place.message]["content"]
-        if place.chars < len(message["content"]):
-            # Marks of data lie around whole tokens: a cut that leaves one open is a character short at most.
-            content = _first(content, place.chars)
-        other = [{**marked[place.message], "content": content + _OTHERS}, *other[message["role"] == "user" :]]
+    if chars >= 0:
+        # Another prompt may say more in the same message.
+        content = marked[index]["content"]
+        if chars < len(messages[index]["content"]):
+            content = _first(content, chars)
+        other = other[messages[index]["role"] == "user" :]
+        other.insert(0, {**marked[index], "content": content + _OTHERS})
     try:
-        return _shared(text, _in_place(render, [*marked[: place.message], *other]))
+        return _shared(text, _in_place(render, [*marked[:index], *other]))
     except TemplateFailed:
         return 0
 

@@ -8,7 +8,7 @@ computation.
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class Vocabulary:
     strip_first: bool
     special_ids: frozenset[int]
     _known: dict[int, bytes] = field(default_factory=dict)
+    _whole: dict[int, str | None] = field(default_factory=dict)
 
     @staticmethod
     def of(backend: tokenizers.Tokenizer) -> "Vocabulary":
@@ -65,10 +66,24 @@ class Vocabulary:
         """One token as text by itself, for log probabilities; bytes that are no UTF-8 become U+FFFD."""
         return self.token_bytes(index).decode("utf-8", "replace")
 
+    def whole_text(self, index: int) -> str | None:
+        """The token's text if its bytes are whole characters, as nearly all are: None if they only are with
+        other tokens'.
+        """
+        try:
+            return self._whole[index]
+        except KeyError:
+            try:
+                text = self.token_bytes(index).decode("utf-8")
+            except UnicodeDecodeError:
+                text = None
+            self._whole[index] = text
+            return text
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of a whole sequence."""
         decoder = TokenDecoder(self, skip_special)
-        return decoder.push(ids) + decoder.flush()
+        return decoder.push(list(ids)) + decoder.flush()
 
     def _spell(self, token: str) -> bytes:
         if self.byte_level:
@@ -85,12 +100,19 @@ class TokenDecoder:
         self._vocabulary = vocabulary
         self._skipped = vocabulary.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False
         self._at_start = vocabulary.strip_first
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete."""
+        if len(ids) == 1 and not self._waits and ids[0] not in self._skipped:
+            text = self._vocabulary.whole_text(ids[0])
+            if text is not None:
+                return self._strip(text)
         spelled = [self._vocabulary.token_bytes(index) for index in ids if index not in self._skipped]
-        return self._strip(self._utf8.decode(b"".join(spelled)))
+        text = self._utf8.decode(b"".join(spelled))
+        self._waits = bool(self._utf8.getstate()[0])
+        return self._strip(text)
 
     def flush(self) -> str:
         """The end: a character that never became whole is U+FFFD."""

@@ -4,7 +4,7 @@ be.
 Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
 output), `endless` (never ends by itself), `refuse` and `raise` (an error text, by output or by exception),
 `crash` (raise in the step), `cached` (cached prompt tokens to report), `tell_salt` (answer with the cache
-salt), `echo` (answer with the prompt).
+salt), `tell_boundaries` (with where prompts may part), `echo` (with the prompt).
 """
 
 import json
@@ -81,6 +81,8 @@ class FakeCore:
         if "raise" in script:
             raise ValueError(script["raise"])
         text = request.cache_salt if script.get("tell_salt") else script.get("text", DEFAULT_TEXT)
+        if script.get("tell_boundaries"):
+            text = json.dumps(request.boundaries)
         answer = [*encode(text), EOS_ID]
         if script.get("echo"):
             prompt = array("i")

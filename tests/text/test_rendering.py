@@ -108,3 +108,44 @@ def test_the_store_is_bounded(smollm: Tokenizer) -> None:
 
 def _answers(store: AnswerStore) -> list[Written]:
     return list(store._answers.values())
+
+
+TOOLED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [None, TOOLED, PLAIN, ALTERNATES])
+def test_what_stands_before_a_parting_is_the_same_in_the_other_prompt(
+    smollm: Tokenizer, source: str | None
+) -> None:
+    """Two conversations over one system prompt and the same tools, then two that part at a later question."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    template = ChatTemplate(source or smollm.chat_template or "", smollm.special)
+
+    def text() -> str:
+        return "".join(
+            rng.choices(["look ", "<|im_end|>", "\n", "é", "12", "You are. "], k=rng.randrange(20))
+        )
+
+    for _ in range(40):
+        tools = [{"name": text()}]
+        head = [{"role": "system", "content": text()}, {"role": "user", "content": text()}]
+        common = [*head, {"role": "assistant", "content": text()}]
+        pairs = [
+            [[head[0], {"role": "user", "content": f"{word} {text()}"}] for word in ("A", "B")],
+            [[*common, {"role": "user", "content": f"{word} {text()}"}] for word in ("A", "B")],
+        ]
+        for one, other in pairs:
+            first, second = (
+                render_chat(smollm, template, messages, tools=tools, partings=True)
+                for messages in (one, other)
+            )
+            assert first.places == second.places
+            for place in first.places:
+                assert first.ids[:place] == second.ids[:place]
+            shared = next(at for at in range(len(first.ids)) if first.ids[at] != second.ids[at])
+            assert shared - 8 <= (first.places or (0,))[-1] <= shared

@@ -22,7 +22,7 @@ def read_answer(
     while True:
         if tools is not None and tools.at_start is not None and may_start:
             yield from tools.at_start(parsing)
-        found = yield from _text(parsing, (*openers, *thoughts))
+        found = yield from parsing.reader.until((*openers, *thoughts), parsing.out.text)
         may_start = found in thoughts and not parsing.out.wrote_text
         if not found:
             return
@@ -31,18 +31,6 @@ def read_answer(
             yield from tools.section(parsing, openers[found])
         elif reasoning is not None and found == parsing.spell(reasoning.open):
             yield from _thought(parsing, tools, reasoning)
-
-
-def _text(parsing: Parsing, markers: tuple[str, ...]) -> Steps[str]:
-    if markers:
-        return (yield from parsing.reader.until(markers, parsing.out.text))
-    reader = parsing.reader
-    while True:
-        if reader.buffer:
-            parsing.out.text(reader.take(len(reader.buffer)))
-        if reader.ended:
-            return ""
-        yield
 
 
 def _thought_markers(parsing: Parsing, reasoning: ReasoningFormat | None) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ class AnswerParser:
     def push(self, tokens: Sequence[int]) -> list[ParsedEvent]:
         """The events that `tokens` complete."""
         text = self._decoder.push(tokens)
-        if text:
+        if text and not self._reader.pass_on(text):
             self._reader.feed(text)
             self._advance()
         return self._out.collect()
@@ -123,9 +123,16 @@ class _MarkedDecoder:
         self._marks = alphabet.ids
         self._skipped = vocabulary.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False
         self._at_start = vocabulary.strip_first
 
     def push(self, tokens: Sequence[int]) -> str:
+        if len(tokens) == 1 and not self._waits:
+            token = tokens[0]
+            if token not in self._marks and token not in self._skipped:
+                text = self._vocabulary.whole_text(token)
+                if text is not None:
+                    return self._strip(text)
         parts: list[str] = []
         for token in tokens:
             mark = self._marks.get(token)
@@ -133,6 +140,7 @@ class _MarkedDecoder:
                 parts += (self.flush(), mark)
             elif token not in self._skipped:
                 parts.append(self._utf8.decode(self._vocabulary.token_bytes(token)))
+        self._waits = bool(self._utf8.getstate()[0])
         return self._strip("".join(parts))
 
     def flush(self) -> str:

@@ -23,10 +23,24 @@ class Reader:
         self.ended = ""
         """Why no more text comes ('stop', 'length', ...); '' while it may."""
         self._logs: list[list[str]] = []
+        self._sink: Sink | None = None
+        self._firsts = ""
 
     def feed(self, text: str) -> None:
         """More text."""
         self.buffer += text
+
+    def pass_on(self, text: str) -> bool:
+        """Give `text` to where the parser would, if it waits for markers of which `text` can't hold the
+        beginning: nearly all text of an answer goes this way, and wakes no parser. False: it has to be fed.
+        """
+        if self._sink is None or self.buffer or self._logs:
+            return False
+        for first in self._firsts:
+            if first in text:
+                return False
+        self._sink(text)
+        return True
 
     def end(self, reason: str) -> None:
         """No more text."""
@@ -57,11 +71,12 @@ class Reader:
         '' at the end.
 
         The marker that starts first counts, of those the longest. Text that may still become one is held
-        back.
+        back. Without markers all text is given away.
         """
+        firsts = "".join({marker[0] for marker in markers})
         while True:
             start, found = self._find(markers)
-            held = max(_overlap(self.buffer, marker) for marker in markers)
+            held = max((_overlap(self.buffer, marker) for marker in markers), default=0)
             undecided = held and len(self.buffer) - held <= start and not self.ended
             if found and not undecided:
                 text = self.take(start)
@@ -73,7 +88,9 @@ class Reader:
                 sink(text)
             if self.ended:
                 return ""
+            self._sink, self._firsts = sink, firsts
             yield
+            self._sink = None
 
     def take_until(self, markers: Sequence[str], keep: bool = False) -> Steps[tuple[str, str]]:
         """The text before the first of `markers`, and that marker, consumed as `until` does."""
