@@ -96,15 +96,12 @@ def _op(declaration: Declaration, mesh: Mesh, sizes: Bytes) -> Op:
 
 def _attend(step: Attend, weights: float, mesh: Mesh, sizes: Bytes) -> Work:
     heads, kv_heads = step.heads // mesh.tp, max(1, step.kv_heads // mesh.tp)
-    cache = CacheWork(
-        token_bytes=2 * kv_heads * step.head_dim * sizes.cache / mesh.cp,
-        window=step.window,
-        operations=4 * heads * step.head_dim / mesh.cp,
-    )
-    if mesh.cp == 1:
-        return Work(weights, cache=cache)
-    # Each part's result and the logarithm of its weight, in float32.
-    merge = Merge("all_gather", mesh.cp, mesh.cp * heads * (step.head_dim + 1) * 4)
+    token_bytes = 2.0 * kv_heads * step.head_dim * sizes.cache
+    # Windows and states are whole on each of the ranks that share out longer contexts.
+    parts = 1 if step.window else mesh.cp
+    cache = CacheWork(token_bytes, step.window, operations=4.0 * heads * step.head_dim, parts=parts)
+    # A part's result and the logarithm of its weight, in float32.
+    merge = Merge(parts, 4.0 * heads * (step.head_dim + 1), token_bytes) if parts > 1 else None
     return Work(weights, cache=cache, merge=merge)
 
 

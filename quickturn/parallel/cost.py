@@ -75,6 +75,11 @@ class Load:
     requests: int
     context: int
 
+    @property
+    def decodes(self) -> bool:
+        """Whether every token is one of a request that already answers."""
+        return self.tokens == self.requests
+
 
 def decode_load(batch: int, context: int) -> Load:
     """One token for each of `batch` requests."""

@@ -165,15 +165,18 @@ def _of_step(
 ) -> Line:
     layout = instruction.layout if isinstance(instruction, RunStep) else instruction.after
     rows, work = ways.rows(layout.span), op.work
+    merge = work.merge
+    merged = wire_bytes("all_gather", merge.ranks, merge.size(load), ways.hardware) if merge else 0.0
     return Line(
         kind="step",
         what="",
         step=op.like or op.name,
         axis=op.placed.axis,
-        ranks=0,
+        ranks=merge.ranks if merge else 0,
         lies=str(layout),
         stream=stream,
         adds=op.placed.residual == "add_norm",
+        sent=merged / max(1, load.tokens),
         weights=work.weight_bytes(rows),
         held=work.held_bytes(),
         cache=work.cache.size(load),

@@ -78,7 +78,7 @@ def _row(line: Line) -> str:
     if line.kind == "select":
         return f"  -- {line.what}"
     over = f" over {line.ranks}" if line.ranks else ""
-    what = f"{line.what}{over}" if line.what else line.step
+    what = f"{line.what}{over}" if line.what else f"{line.step}{', merged' + over if over else ''}"
     if line.what and line.step:
         what += f": {line.step}"
     mark = {"move": "> ", "local": "> ", "fused": "> "}.get(line.kind, "  ")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quickturn.parallel.cost import Collective, Hardware, Load, collective_seconds, kernel_seconds
+from quickturn.parallel.cost import Hardware, Load, collective_seconds, kernel_seconds
 from quickturn.parallel.placement import Placed
 
 
@@ -28,12 +28,14 @@ class ExpertWork:
 class CacheWork:
     """What one rank reads of the cache: bytes for each token of a request's context (of the last `window` if
     that isn't 0) and for each request, and operations for each pair of new token and token of the context.
+    Of `parts` ranks that share out the context's tokens each reads its own, when it decodes.
     """
 
     token_bytes: float = 0.0
     window: int = 0
     request_bytes: float = 0.0
     operations: float = 0.0
+    parts: int = 1
 
     def size(self, load: Load) -> float:
         """Bytes read in a step."""
@@ -41,20 +43,30 @@ class CacheWork:
 
     def work(self, load: Load) -> float:
         """Operations in a step; a prompt's tokens see half of what the last of them sees."""
-        share = 1.0 if load.tokens == load.requests else 0.5
+        share = 1.0 if load.decodes else 0.5
         return share * self.operations * load.tokens * self._seen(load)
 
-    def _seen(self, load: Load) -> int:
-        return min(load.context, self.window) if self.window else load.context
+    def _seen(self, load: Load) -> float:
+        seen = min(load.context, self.window) if self.window else load.context
+        return seen / self.parts if load.decodes else seen
 
 
 @dataclass(frozen=True)
 class Merge:
-    """Results that ranks put together inside of a step: ranks, and bytes of each token on one of them."""
+    """What `ranks` that share out a context put together inside of a step: when they decode, their results,
+    so many bytes of each token on one of them; else all keys and values, so many of each token of the
+    context.
+    """
 
-    collective: Collective
     ranks: int
-    token_bytes: float
+    result_bytes: float
+    context_bytes: float
+
+    def size(self, load: Load) -> float:
+        """Bytes that each of them has in the end."""
+        if load.decodes:
+            return self.ranks * self.result_bytes * load.tokens
+        return load.requests * load.context * self.context_bytes
 
 
 @dataclass(frozen=True)
@@ -121,5 +133,5 @@ class Op:
         found = kernel_seconds(size, self.work.total_operations(rows, load), hardware)
         merge = self.work.merge
         if merge is not None:
-            found += collective_seconds(merge.collective, merge.ranks, rows * merge.token_bytes, hardware)
+            found += collective_seconds("all_gather", merge.ranks, merge.size(load), hardware)
         return found

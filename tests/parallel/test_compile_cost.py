@@ -16,7 +16,7 @@ from quickturn.parallel.cost import (
     kernel_seconds,
     wire_bytes,
 )
-from quickturn.parallel.ops import CacheWork, ExpertWork, Work
+from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Work
 
 KINDS = get_args(Collective)
 SIZES = [0.0, *(2.0**power for power in range(0, 34))]
@@ -87,6 +87,12 @@ def test_caches_are_read_as_far_as_they_are_seen() -> None:
     assert CacheWork(token_bytes=2.0, window=100).size(load) == 800
     assert CacheWork(request_bytes=3.0).size(load) == 12
     assert CacheWork(operations=1.0).work(load) == 4000
+    assert CacheWork(token_bytes=2.0, operations=1.0, parts=4).size(load) == 2000
+    assert CacheWork(token_bytes=2.0, operations=1.0, parts=4).work(load) == 1000
+    prompt = Load(100, 1, 1, 100)
+    assert CacheWork(token_bytes=2.0, parts=4).size(prompt) == 200
+    assert Merge(4, 3.0, 5.0).size(load) == 4 * 3 * 4
+    assert Merge(4, 3.0, 5.0).size(prompt) == 500
     assert CacheWork(operations=1.0).work(Load(100, 1, 1, 100)) == pytest.approx(100 * 100 / 2)
 
 
