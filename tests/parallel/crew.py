@@ -20,51 +20,57 @@ GROUPS = ProcessGroups()
 
 
 class Crew:
-    """`size` processes with gloo between them."""
+    """`size` processes with gloo between them. A failure ends them; the next call has new ones."""
 
     def __init__(self, size: int, directory: Path) -> None:
-        # A server that has imported torch once and forks: four imports cost four times five seconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "quickturn.loading.load"])
         self.size = size
-        self.broken = False
+        self._directory = directory
+        self._starts = 0
         self._ends: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_work, args=(rank, size, str(directory / "store"), there), daemon=True
-            )
-            process.start()
-            there.close()
-            self._ends.append(here)
-            self._processes.append(process)
+        self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(rank, *arguments)` on every rank; their results. The first failure is raised here."""
-        assert not self.broken, "an earlier test left its ranks waiting for each other"
-        self.broken = True
+        if not self._processes:
+            self._start()
         for end in self._ends:
             end.send((function, arguments))
         results: dict[int, Any] = {}
         while len(results) < self.size:
             waiting = [end for rank, end in enumerate(self._ends) if rank not in results]
             ready = wait(waiting, SECONDS)
-            assert ready, f"ranks {sorted(set(range(self.size)) - set(results))} don't answer"
+            if not ready:
+                self.close()
+                raise AssertionError(f"of {self.size} ranks only {sorted(results)} have answered")
             for end in ready:
                 rank = self._ends.index(end)
                 failed, results[rank] = end.recv()
-                assert not failed, f"rank {rank}: {results[rank]}"
-        self.broken = False
+                if failed:
+                    self.close()
+                    raise AssertionError(f"rank {rank}: {results[rank]}")
         return [results[rank] for rank in range(self.size)]
 
     def close(self) -> None:
-        for end in self._ends:
+        """Ends the processes, whatever they wait for."""
+        for end, process in zip(self._ends, self._processes, strict=True):
             end.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+            process.join()
+        self._ends, self._processes = [], []
+
+    def _start(self) -> None:
+        # A server that has imported torch once and forks: four imports cost four times five seconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "quickturn.loading.load"])
+        self._starts += 1
+        store = str(self._directory / f"store{self._starts}")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._ends.append(here)
+            self._processes.append(process)
 
 
 def _work(rank: int, size: int, store: str, end: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Requests served by hand on one rank of a mesh: prompts in chunks, decode rows beside them, greedy tokens."""
+"""Requests served by hand on one rank of a mesh: prompts in chunks, decode rows beside them, greedily."""
 
 import random
 from dataclasses import dataclass, replace
