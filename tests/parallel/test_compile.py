@@ -27,13 +27,6 @@ from quickturn.parallel.program import Fused, Layout, Move, Program, Select
 CASES = 40
 
 
-@pytest.fixture
-def seed() -> int:
-    found = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {found}")
-    return found
-
-
 def any_mesh(rng: np.random.Generator) -> Mesh:
     found = meshes(int(rng.choice([1, 2, 3, 4, 6, 8])))
     return found[rng.integers(len(found))]

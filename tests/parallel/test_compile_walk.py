@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 import torch
 from numpy_ranks import VOCAB, Node, dense, load_of, meshes, random_graph, random_hardware
 from quickturn_kernels import add_rms_norm
@@ -138,13 +137,6 @@ def batch_of(
 def on_threads(world: int, work: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
     with ThreadPoolExecutor(world) as pool:
         return [future.result(SECONDS) for future in [pool.submit(work, rank) for rank in range(world)]]
-
-
-@pytest.fixture
-def seed() -> int:
-    found = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {found}")
-    return found
 
 
 def test_threads_that_walk_a_program_compute_the_whole_model(seed: int) -> None:
