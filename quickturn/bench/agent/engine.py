@@ -45,7 +45,7 @@ def hold_on(
     """The same on an engine that runs."""
     sessions = load.make()
     vocab_size = core.ready().vocab_size
-    seconds = warm_up(core, vocab_size, pace.concurrency)
+    seconds = warm_up(core, vocab_size, sessions[: pace.concurrency])
     run = Offline(core, vocab_size, pace).hold(sessions, progress)
     found = report.result(
         run,

@@ -14,7 +14,7 @@ from typing import Protocol
 from quickturn.bench.agent.ceiling import PrefixTree
 from quickturn.bench.agent.records import Record
 from quickturn.bench.agent.run import Pace, Run
-from quickturn.bench.agent.sessions import Piece, Session, Turn, salted
+from quickturn.bench.agent.sessions import Session, limited, salted, scaled
 from quickturn.bench.agent.talk import Answer, TokenTalk
 from quickturn.bench.agent.wire import Clock
 from quickturn.engine.messages import AddRequest, StepOutput
@@ -23,6 +23,7 @@ from quickturn.sampling_params import SamplingParams
 _LOW = 10
 """Smaller ids are often control tokens; an engine doesn't care, but ids are the same everywhere so."""
 _WARM_TOKENS = 600
+_WARM_LONG_TOKENS = 9000
 _WARM_ANSWER = 16
 
 
@@ -163,16 +164,24 @@ class Offline:
         user.at += 1
 
 
-def warm_up(core: Core, vocab_size: int, users: int) -> float:
-    """Run `users` short sessions of two turns, so that kernels are built and graphs recorded; seconds."""
-    turns = (
-        Turn(-1, 0, (Piece("a", _WARM_TOKENS),), _WARM_ANSWER),
-        Turn(0, _WARM_TOKENS + _WARM_ANSWER, (Piece("b", _WARM_TOKENS // 2),), _WARM_ANSWER),
-    )
-    sessions = [salted(Session(f"warm-up{number}", turns), str(number)) for number in range(users)]
+def warm_up(core: Core, vocab_size: int, sessions: Sequence[Session]) -> float:
+    """Hold the beginnings of `sessions` at once, cut short, so that kernels are built and graphs recorded;
+    seconds. Raises ValueError when the engine refuses one.
+    """
+    short = [
+        salted(limited(_short(session, number), turns=2), f"warm-up{number}")
+        for number, session in enumerate(sessions)
+    ]
     began = time.perf_counter()
-    run = Offline(core, vocab_size, Pace(users)).hold(sessions)
+    run = Offline(core, vocab_size, Pace(len(short))).hold(short)
     failed = [record.detail for record in run.records if record.error]
     if failed:
         raise ValueError(f"the engine refused a warm-up request: {failed[0]}")
     return time.perf_counter() - began
+
+
+def _short(session: Session, number: int) -> Session:
+    """One user with a prompt of several chunks, the others with little more than none."""
+    first = session.turns[0]
+    tokens = _WARM_TOKENS if number else _WARM_LONG_TOKENS
+    return scaled(session, min(1.0, tokens / first.prompt), min(1.0, _WARM_ANSWER / first.answer))
