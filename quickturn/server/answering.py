@@ -1,11 +1,11 @@
 """From a turn, as any API states it, to its answers as typed events.
 
-An API reads its body into a `Turn`, awaits `begin`, and formats what `Generation.pieces` yields: each piece's
-`content` is a list of `ReasoningDelta`, `TextDelta`, `ToolCallStart`, `ToolArgumentsDelta`, `ToolCallEnd` and
-one `Finished`.
+An API says how its body is read into a `Turn`, awaits `begin`, and formats what the `Generation` brings: each
+piece's `content` is a list of `ReasoningDelta`, `TextDelta`, `ToolCallStart`, `ToolArgumentsDelta`,
+`ToolCallEnd` and one `Finished`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from quickturn.server.fields import (
     tenant_of,
 )
 from quickturn.server.generation import Generation, Prompt
-from quickturn.server.replying import prepare
+from quickturn.server.off_loop import prepare
 from quickturn.server.state import ServerState
 from quickturn.text.answer_reader import Answered, AnswerEvent, AnswerReader
 from quickturn.text.chat_template import TemplateFailed
@@ -96,10 +96,12 @@ class _Prepared:
     constraint: Constraint | None
 
 
-async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
-    """Render the turn, and submit its choices to the engine. Raises ApiError, or ClientGone."""
+async def begin(request: Request, state: ServerState, read: Callable[[], Turn]) -> Answers:
+    """Render the turn that `read` makes of the body, and submit its choices to the engine. Raises ApiError,
+    or ClientGone.
+    """
     tenant = tenant_of(request)
-    prepared = await prepare(request, lambda: _prepare(state, turn, tenant))
+    turn, prepared = await prepare(request, lambda: _prepare(state, read(), tenant))
     if prepared.constraint is not None:
         param = "tools" if turn.output is None else turn.output_param
         await compiled(request, state, prepared.constraint, param)
@@ -110,7 +112,7 @@ async def begin(request: Request, state: ServerState, turn: Turn) -> Answers:
     return _submit(state, turn, prepared, tenant)
 
 
-def _prepare(state: ServerState, turn: Turn, tenant: str) -> _Prepared:
+def _prepare(state: ServerState, turn: Turn, tenant: str) -> tuple[Turn, _Prepared]:
     markup, choice = state.markup, turn.tool_choice
     prompt = render(state, turn, tenant)
     thinking = begins_thinking(prompt.ids, state.tokenizer, markup.format.reasoning, markup.alphabet)
@@ -127,7 +129,7 @@ def _prepare(state: ServerState, turn: Turn, tenant: str) -> _Prepared:
         raise not_supported("tool_choice" if choice.mode == "required" else "tools", str(error)) from error
     except BadSchema as error:
         raise ApiError(400, f"tools: {error}", param="tools", code="unsupported_schema") from error
-    return _Prepared(prompt, thinking, constraint)
+    return turn, _Prepared(prompt, thinking, constraint)
 
 
 def render(state: ServerState, turn: Turn, tenant: str = "") -> Encoded:

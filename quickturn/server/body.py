@@ -7,16 +7,18 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from quickturn.server.errors import ApiError, from_validation
-from quickturn.server.state import Limits
+from quickturn.server.off_loop import beside
+from quickturn.server.state import ServerState
 from quickturn.server.streaming import ClientGone
 
 Body = TypeVar("Body")
 
 
-async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", limits: Limits) -> Body:
+async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", state: ServerState) -> Body:
     """The body as `decoder`'s type. Raises ApiError: 413 for one that is too large, 408 for one that doesn't
     end, 400 naming the field that is wrong.
     """
+    limits = state.limits
     chunks: list[bytes] = []
     size = 0
     try:
@@ -32,7 +34,7 @@ async def read_body(request: Request, decoder: "msgspec.json.Decoder[Body]", lim
         message = f"the body did not end within {limits.body_seconds:g} seconds"
         raise ApiError(408, message, code="body_timeout") from error
     try:
-        return decoder.decode(b"".join(chunks))
+        return await beside(size, lambda: decoder.decode(b"".join(chunks)), state.text_threads)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise from_validation(error) from error
     except (UnicodeDecodeError, RecursionError) as error:

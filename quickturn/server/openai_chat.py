@@ -80,10 +80,10 @@ _DECODER = msgspec.json.Decoder(ChatBody)
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, streamed or whole."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DECODER, state.limits)
+    body = await read_body(request, _DECODER, state)
     check_refused(body.refused(), _HARMLESS, _WHY)
     model = state.model_name(body.model)
-    answers = await begin(request, state, turn_of(body))
+    answers = await begin(request, state, lambda: turn_of(body))
     reply = ChatReply(state.tokenizer.vocabulary, answers, model, bool(body.logprobs), body.wants_usage)
     return await answer(request, answers, reply, bool(body.stream), state.limits.keepalive)
 

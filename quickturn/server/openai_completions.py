@@ -23,9 +23,10 @@ from quickturn.server.fields import (
     tenant_of,
 )
 from quickturn.server.generation import Generation, Piece, Prompt
+from quickturn.server.off_loop import prepare
 from quickturn.server.openai_format import read_output
 from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
-from quickturn.server.replying import answer, prepare
+from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
 from quickturn.server.streaming import DONE, event_of
 from quickturn.text.detokenizer import Detokenizer
@@ -57,7 +58,7 @@ _DECODER = msgspec.json.Decoder(CompletionBody)
 async def completions(request: Request) -> Response:
     """Continue one or several prompts, streamed or whole."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DECODER, state.limits)
+    body = await read_body(request, _DECODER, state)
     check_refused({"echo": body.echo, "suffix": body.suffix}, {"suffix": ("",)}, _WHY)
     if body.best_of is not None and body.best_of != choice_count(body):
         raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")

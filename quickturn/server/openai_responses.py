@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickturn.server.answering import begin
+from quickturn.server.answering import Turn, begin
 from quickturn.server.body import read_body
 from quickturn.server.fields import tenant_of
 from quickturn.server.openai_objects import new_id
@@ -25,15 +25,19 @@ async def responses(request: Request) -> Response:
     """`POST`: answer the input, behind the conversation of `previous_response_id` if there is one."""
     state: ServerState = request.app.state.server
     owner = tenant_of(request)
-    body = await read_body(request, _DECODER, state.limits)
+    body = await read_body(request, _DECODER, state)
     model = state.model_name(body.model)
     before: list[Item] = []
     if body.previous_response_id is not None:
         before = list(state.responses.get(body.previous_response_id, owner, "previous_response_id").items)
     known = {str(item.get("id")): item for item in before if item.get("id") is not None}
-    new = input_items(body.input, known)
-    turn = response_turn(body, [*before, *new])
-    answers = await begin(request, state, turn)
+    new: list[Item] = []
+
+    def read() -> Turn:
+        new.extend(input_items(body.input, known))
+        return response_turn(body, [*before, *new])
+
+    answers = await begin(request, state, read)
     id = new_id("resp")
 
     def keep(response: Item) -> None:

@@ -1,7 +1,6 @@
 """The way from a request to its answer that every generating endpoint takes."""
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -11,11 +10,6 @@ from starlette.responses import Response
 from quickturn.server.generation import Generation, Piece
 from quickturn.server.streaming import OPENAI, Events, EventStream, StreamDialect, unless_gone
 
-OFF_LOOP_BYTES = 16 << 10
-"""Requests with bodies beyond this are rendered and tokenised in a thread, so that streams don't wait for
-them."""
-
-Result = TypeVar("Result")
 Content = TypeVar("Content")
 
 
@@ -32,14 +26,6 @@ class Reply(Events[Piece[Content]], Protocol[Content]):
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """`value` as a JSON body."""
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
-async def prepare(request: Request, work: Callable[[], Result]) -> Result:
-    """What `work` makes of the request's text, in a thread if that may take long. Raises ClientGone."""
-    size = int(request.headers.get("content-length", OFF_LOOP_BYTES + 1))
-    if size > OFF_LOOP_BYTES:
-        return await unless_gone(request, asyncio.to_thread(work))
-    return work()
 
 
 async def answer(

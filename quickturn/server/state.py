@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from quickturn.engine.client import EngineClient
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.metrics import Metrics
+from quickturn.server.off_loop import TextThreads
 from quickturn.server.responses_store import ResponseStore
 from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate
@@ -48,6 +49,7 @@ class ServerState:
     """Sources of grammars that the engine has compiled lately, oldest first."""
     grammars_tried: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Sources of grammars that nobody asked for, and who waits for the engine to compile them."""
+    text_threads: TextThreads = field(default_factory=TextThreads)
     active: int = 0
     """HTTP requests to `/v1` that have not been answered to the end."""
     created: int = field(default_factory=lambda: int(time.time()))

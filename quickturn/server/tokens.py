@@ -10,8 +10,9 @@ from quickturn.server.answering import Turn, render
 from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
 from quickturn.server.fields import CommonFields, checked_ids
+from quickturn.server.off_loop import prepare
 from quickturn.server.openai_tools import read_tools
-from quickturn.server.replying import json_response, prepare
+from quickturn.server.replying import json_response
 from quickturn.server.state import ServerState
 
 
@@ -41,7 +42,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a chat as it would be sent to the model."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _TOKENIZE, state.limits)
+    body = await read_body(request, _TOKENIZE, state)
     state.model_name(body.model)
     tokens = await prepare(request, lambda: _tokens(state, body))
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": state.max_context, "tokens": tokens}
@@ -53,7 +54,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state: ServerState = request.app.state.server
-    body = await read_body(request, _DETOKENIZE, state.limits)
+    body = await read_body(request, _DETOKENIZE, state)
     state.model_name(body.model)
     ids = checked_ids(body.tokens, "tokens", state.vocab_size)
     text = await prepare(request, lambda: state.tokenizer.decode(ids, skip_special=False))
