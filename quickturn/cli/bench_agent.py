@@ -42,7 +42,7 @@ Scale = Annotated[float, typer.Option(help="Multiplies all prompt lengths.", min
 AnswerScale = Annotated[float, typer.Option(help="Multiplies all answer lengths.", min=0)]
 MaxTurns = Annotated[int | None, typer.Option(help="Cut sessions to so many turns.", min=1)]
 Context = Annotated[int | None, typer.Option("--max-context", help="Cut sessions before more tokens.", min=1)]
-ThinkScale = Annotated[float, typer.Option(help="Multiplies think times; 0: none.", min=0)]
+ThinkScale = Annotated[float, typer.Option(help="Recorded: multiplies think times; 0: none.", min=0)]
 Sessions = Annotated[
     int, typer.Option(help="Sessions in all; 0: those of the trace, or two for each user.", min=0)
 ]
@@ -106,7 +106,7 @@ def agent(
         max_turns,
         max_context,
     )
-    pace = Pace(concurrency, think_scale, retries, limit or float("inf"))
+    pace = Pace(concurrency, think_scale if trace else 1.0, retries, limit or float("inf"))
     if offline:
         config = options.engine_config(
             offline,

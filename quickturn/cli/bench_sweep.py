@@ -103,7 +103,7 @@ def sweep(
             server = Server(server_of(cell), model if url else "", api_key, of.api_of(api), of.range_of(ids))
             chosen = secrets.randbits(32) if seed is None else seed + cells.index(cell)
             held = replace(load, sessions=session_count(cell.concurrency), seed=chosen)
-            pace = Pace(cell.concurrency, think_scale, limit=limit or float("inf"))
+            pace = Pace(cell.concurrency, think_scale if trace else 1.0, limit=limit or float("inf"))
             name = f"{label}, promise {cell.promise:g}" if cell.promise else label
             found = of.measured(server, held, pace, name, gpus, cell.promise, 0.0, timeout)
             of.show(found)
