@@ -4,7 +4,7 @@ from quickturn.parallel.explain import Explained, Line, Section
 from quickturn.parallel.mesh import Mesh
 from quickturn.parallel.placement import Axis
 
-_COLUMNS = f"  {'':<62}{'lies':<14}{'stream':>6} {'sends/token':>12}{'weights':>10}{'cache':>10}{'time':>10}"
+_COLUMNS = f"  {'':<66}{'lies':<14}{'stream':>6} {'sends/token':>12}{'weights':>10}{'cache':>10}{'time':>10}"
 
 
 def text(name: str, explained: Explained) -> str:
@@ -85,7 +85,7 @@ def _row(line: Line) -> str:
     cells = [size(value) if value else "" for value in (line.sent, line.weights, line.cache)]
     where = f"{line.lies:<14}{line.stream or '':>6} "
     costs = f"{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{time(line.seconds):>10}"
-    return f"  {mark}{what:<60}{where}{costs}"
+    return f"  {mark}{what:<64}{where}{costs}"
 
 
 def share(explained: Explained) -> str:
