@@ -107,6 +107,10 @@ class EngineClient:
         """The engine's process id; 0 before the start."""
         return 0 if self._process is None else self._process.pid
 
+    async def wait_for_end(self) -> None:
+        """Return when the process has ended."""
+        await self._exited.wait()
+
     @property
     def open_requests(self) -> int:
         """How many requests have not ended."""

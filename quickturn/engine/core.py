@@ -115,6 +115,11 @@ class EngineCore:
                 self.reject(request.id, outcome)
                 return
             row = ConstrainedRow(sampling.constraint, outcome)
+        if sampling.prompt_logprobs is not None and not self._alone:
+            self.reject(
+                request.id, "log-probabilities of a prompt's tokens can't be had from several ranks yet"
+            )
+            return
         tokens = array("i")
         tokens.frombytes(request.tokens)
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:

@@ -14,6 +14,7 @@ import uvicorn
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.process import DEFAULT_CORE
+from quickturn.engine.stream import EngineDied
 from quickturn.files.resolve import display_name
 from quickturn.server.app import build_app
 from quickturn.server.direct import DirectProtocol
@@ -81,7 +82,8 @@ async def serve(
 
     The first signal drains: readiness turns 503, new requests are refused, running ones get
     `shutdown_timeout` seconds. A second one ends everything at once. Raises OSError when the address can't be
-    had, before any model is loaded.
+    had, before any model is loaded; where the engine is several ranks EngineDied when it dies, once clients
+    have their errors: whoever started the ranks starts them again.
     """
     with _bound_socket(config.host, config.port) as sock:
         state = await start_state(engine_config, config, progress)
@@ -101,7 +103,11 @@ async def serve(
                 sock.listen(_BACKLOG)
                 host, port = sock.getsockname()[:2]
                 on_ready(state.engine.ready, f"http://{host}:{port}/v1")
+            leaving = asyncio.create_task(_leave_with_ranks(state, server, engine_config.world))
             await server.serve(sockets=[sock])
+            leaving.cancel()
+            if leaving.done() and engine_config.world > 1 and not state.draining:
+                raise EngineDied(state.engine.failure or "the engine ended")
         finally:
             await state.engine.close()
 
@@ -141,6 +147,13 @@ def _drain_on_signals(state: ServerState, server: uvicorn.Server, timeout: float
 
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, on_signal)
+
+
+async def _leave_with_ranks(state: ServerState, server: uvicorn.Server, world: int) -> None:
+    """Close the door when the engine has ended, if it was several ranks."""
+    if world > 1:
+        await state.engine.wait_for_end()
+        server.should_exit = True
 
 
 async def _drain(state: ServerState, server: uvicorn.Server, timeout: float) -> None:
