@@ -14,6 +14,7 @@ import numpy as np
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     CancelRequest,
     CheckConstraint,
     ConstraintChecked,
@@ -66,6 +67,10 @@ class InstantCore:
         """No request here has a grammar."""
 
     def checked(self) -> list[ConstraintChecked]:
+        """None."""
+        return []
+
+    def news(self) -> list[Admitted]:
         """None."""
         return []
 

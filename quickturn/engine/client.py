@@ -23,6 +23,7 @@ from quickturn.engine.endings import how_it_ended
 from quickturn.engine.journal import Journal
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     AskStats,
     CancelRequest,
     CheckConstraint,
@@ -33,6 +34,7 @@ from quickturn.engine.messages import (
     FromEngine,
     HoldSession,
     LoadProgress,
+    PromptScores,
     Shutdown,
     StepOutput,
     ToEngine,
@@ -274,6 +276,13 @@ class EngineClient:
                 self._on_progress(message)
         elif isinstance(message, EngineFailed):
             self._fail(message.message)
+        elif isinstance(message, PromptScores):
+            if message.id in self._streams:
+                self._streams[message.id].put_scores(message)
+        elif isinstance(message, Admitted):
+            for request_id in message.ids:
+                if request_id in self._streams:
+                    self._streams[request_id].admit()
         elif not self._started.done():
             self._started.set_result(message)
 

@@ -24,6 +24,7 @@ from quickturn.engine.live import FINISH_REASONS, InFlight, LastStep, LiveReques
 from quickturn.engine.memory import room_for
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     CancelRequest,
     CheckConstraint,
     ConstraintChecked,
@@ -31,15 +32,18 @@ from quickturn.engine.messages import (
     EngineStats,
     HoldSession,
     LoadProgress,
+    PromptScores,
     StepOutput,
     TokenLogprobs,
     TokenOutput,
 )
+from quickturn.engine.scores import pieces
 from quickturn.engine.seat import Seat
 from quickturn.engine.start import StartedEngine, scheduler_config, start
 from quickturn.execution.batch import GroupCounts, StateMoves, StepRows
 from quickturn.execution.runner import BlockUpdate
 from quickturn.execution.sampler import RowLogprobs
+from quickturn.execution.scoring import ScoredChunk
 
 _COMPILING_S = 0.002
 """How long a loop with nothing else to do sleeps while grammars are compiled."""
@@ -75,6 +79,7 @@ class EngineCore:
         self._slot_request = np.full(config.max_requests, -1, dtype=np.int64)
         self._in_flight: deque[InFlight] = deque()
         self._undelivered: list[TokenOutput] = []
+        self._news: list[PromptScores | Admitted] = []
         self._finished: Counter[str] = Counter()
         self._generated = 0
         self._settled = time.perf_counter()
@@ -145,6 +150,7 @@ class EngineCore:
                     cache_salt=request.cache_salt,
                     retention=request.retention,
                     boundaries=request.boundaries,
+                    fresh=sampling.prompt_logprobs is not None,
                 )
             )
         except ValueError as error:
@@ -173,6 +179,11 @@ class EngineCore:
     def checked(self) -> list[ConstraintChecked]:
         """The constraints that were asked for and are decided now."""
         return self._waiting.checked()
+
+    def news(self) -> list[PromptScores | Admitted]:
+        """What clients must hear before the outputs of the last step."""
+        news, self._news = self._news, []
+        return news
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
@@ -268,6 +279,8 @@ class EngineCore:
             strict=True,
         ):
             self._admit(self._live[id], slot, cached, known)
+        if len(admitted.ids):
+            self._news.append(Admitted(admitted.ids.tolist()))
 
     def _launch(self, plan: control.StepPlan, groups: GroupCounts | None, outputs: list[TokenOutput]) -> None:
         moves = zip(plan.state_in, plan.state_out, plan.state_zero, strict=True)
@@ -288,7 +301,8 @@ class EngineCore:
 
         with room_for(f"a step of {plan.num_tokens} tokens", "lower --memory or --max-step-tokens"):
             pending = self._runner.launch(rows, updates, masks, groups)
-        self._in_flight.append(InFlight(plan.step, requests, pending, launched))
+        scored = self._slot_request[pending.scored_slots].tolist() if pending.scored_slots else ()
+        self._in_flight.append(InFlight(plan.step, requests, scored, pending, launched))
         self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
 
     def _admit(self, live: LiveRequest, slot: int, cached: int, known: int) -> None:
@@ -334,6 +348,8 @@ class EngineCore:
         for id, token in zip(flight.requests, tokens, strict=True):
             if token < 0 and id in self._live:
                 self._fail(id)
+        for id, chunk in zip(flight.scored, result.scores, strict=True):
+            self._tell_scores(id, chunk)
         if not self._alone:
             self.times.append((flight.step, elapsed * 1e6))
             self.digest = zlib.crc32(result.tokens.data, self.digest)
@@ -354,6 +370,16 @@ class EngineCore:
         self.last_step = LastStep(
             self.last_step.rows, self.last_step.decode_rows, self.last_step.tokens, result.seconds
         )
+
+    def _tell_scores(self, id: int, chunk: ScoredChunk) -> None:
+        live = self._live.get(id)
+        if live is None or live.error:
+            return
+        if not chunk.finite:
+            self._fail(id)
+            return
+        self._news += pieces(id, chunk, live.scored)
+        live.scored = max(live.scored, chunk.start + len(chunk.logprobs))
 
     def _advance(self, live: LiveRequest, token: int) -> None:
         live.tokens.append(token)

@@ -19,6 +19,7 @@ from quickturn.engine.live import LastStep
 from quickturn.engine.lockstep import Agree, Batch, Go, Hello, Leave, Report, pack, unpack
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     CancelRequest,
     CheckConstraint,
     ConstraintChecked,
@@ -26,6 +27,7 @@ from quickturn.engine.messages import (
     EngineStats,
     HoldSession,
     LoadProgress,
+    PromptScores,
     StepOutput,
     TokenOutput,
     decode_from_engine,
@@ -62,6 +64,7 @@ class Leader:
         self._next = [Draft() for _ in range(self._mesh.dp)]
         self._busy = [False] * self._mesh.dp
         self._owed: list[TokenOutput] = []
+        self._news: list[PromptScores | Admitted] = []
         try:
             self._start(config, progress or (lambda _: None))
         except BaseException:
@@ -153,6 +156,11 @@ class Leader:
         """The constraints that were asked for and are decided now."""
         return self._waiting.checked()
 
+    def news(self) -> list[PromptScores | Admitted]:
+        """What clients must hear before the outputs of the last step."""
+        news, self._news = self._news + self._ranked.take_news(), []
+        return news
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         return bool(self._owed or self._waiting or any(self._busy) or any(map(bool, self._next)))
@@ -222,6 +230,8 @@ class Leader:
             self._next[group].times += report.times
             self._next[group].stops += report.stops
             self._busy[group] = report.busy
+            if report.admitted:
+                self._news.append(Admitted(report.admitted))
             if group and report.outputs:
                 said = decode_from_engine(report.outputs)
                 assert isinstance(said, StepOutput)

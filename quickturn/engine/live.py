@@ -35,14 +35,19 @@ class LiveRequest:
     error: str = ""
     row: ConstrainedRow | None = None
     slow_masks: int = 0
+    scored: int = 1
+    """The first position of the prompt whose score wasn't told yet."""
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A launched step. `requests`: the ids behind the rows that sample, in row order."""
+    """A launched step. `requests`: the ids behind the rows that sample, in row order. `scored`: those whose
+    prompts are scored.
+    """
 
     step: int
     requests: Sequence[int]
+    scored: Sequence[int]
     pending: PendingStep
     launched: float
 

@@ -44,7 +44,8 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """A group's plan for this step, and what it has to say of those before: outputs (an encoded
-    `StepOutput`), what steps took, requests that have to end, whether it has more to do, its counters.
+    `StepOutput`), what steps took, requests that have to end, whether it has more to do, its counters,
+    requests that have a place now.
     """
 
     tokens: int
@@ -55,6 +56,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stops: list[tuple[int, str]] = []
     busy: bool = False
     stats: dict[str, float] = {}
+    admitted: list[int] = []
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):

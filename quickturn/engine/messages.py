@@ -111,6 +111,29 @@ class TokenOutput(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """How likely the model found N tokens of a request's prompt, from position `start` on (the first token
+    of a prompt has no score). Little-endian: logprobs float32 [N]; ranks int32 [N], how many tokens were at
+    least as likely; top_tokens int32 [N, n] and top_logprobs float32 [N, n], the likeliest ones, best
+    first.
+    """
+
+    id: int
+    start: int
+    logprobs: bytes
+    ranks: bytes
+    top_tokens: bytes
+    top_logprobs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """These requests have a place: from now on they run, and wait for nobody."""
+
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """All outputs of one step, one message however many requests run."""
 
@@ -140,7 +163,16 @@ class EngineFailed:
 
 
 ToEngine = AddRequest | CancelRequest | HoldSession | AskStats | Shutdown | CheckConstraint
-FromEngine = LoadProgress | EngineReady | StepOutput | EngineStats | EngineFailed | ConstraintChecked
+FromEngine = (
+    LoadProgress
+    | EngineReady
+    | StepOutput
+    | EngineStats
+    | EngineFailed
+    | ConstraintChecked
+    | PromptScores
+    | Admitted
+)
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from quickturn.engine.crew import Crew, RankLost
 from quickturn.engine.join import gather
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     AskStats,
     CancelRequest,
     CheckConstraint,
@@ -35,6 +36,7 @@ from quickturn.engine.messages import (
     EngineStats,
     FromEngine,
     HoldSession,
+    PromptScores,
     Shutdown,
     StepOutput,
     TokenOutput,
@@ -69,6 +71,9 @@ class Core(Protocol):
 
     def checked(self) -> list[ConstraintChecked]:
         """The constraints that were asked for and are decided now."""
+
+    def news(self) -> Sequence[PromptScores | Admitted]:
+        """What is to be heard before the outputs of the last step."""
 
     def has_work(self) -> bool:
         """Whether `step` would get on with something."""
@@ -126,6 +131,8 @@ class Loop:
                 self._handle(core, message)
             if core.has_work():
                 output = core.step()
+                for news in core.news():
+                    self.send(news)
                 if output.outputs:
                     self.send(output)
             for checked in core.checked():

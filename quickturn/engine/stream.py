@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from quickturn.engine.messages import TokenOutput
+from quickturn.engine.messages import PromptScores, TokenOutput
 
 
 class EngineDied(RuntimeError):
@@ -29,6 +29,9 @@ class RequestStream(AsyncIterator[TokenOutput]):
         self._take: Callable[[TokenOutput], None] | None = None
         self._on_failure: Callable[[EngineDied], None] | None = None
         self._held = False
+        self._scores: list[PromptScores] = []
+        self._take_scores: Callable[[PromptScores], None] | None = None
+        self._admitted = False
         self._failure: str | None = None
         self.ended = False
         """Nothing more comes: the request finished, failed, or was cancelled from this side."""
@@ -44,11 +47,23 @@ class RequestStream(AsyncIterator[TokenOutput]):
             await self._waiter
         return self._outputs.popleft()
 
-    def listen(self, take: Callable[[TokenOutput], None], on_failure: Callable[[EngineDied], None]) -> None:
+    async def begun(self) -> None:
+        """Return when the request runs, or when there is something of its answer, its end at least."""
+        while not (self._admitted or self._outputs or self.ended):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def listen(
+        self,
+        take: Callable[[TokenOutput], None],
+        on_failure: Callable[[EngineDied], None],
+        take_scores: Callable[[PromptScores], None] = lambda _: None,
+    ) -> None:
         """Call `take` with every output in the turn of the event loop that brings it, which spares a task's
-        wake a token; it must not raise. `on_failure` is called when the engine dies before the last one.
+        wake a token; it must not raise. `on_failure` is called when the engine dies before the last one,
+        `take_scores` with the scores of the prompt, all of them before the first token.
         """
-        self._take, self._on_failure = take, on_failure
+        self._take, self._on_failure, self._take_scores = take, on_failure, take_scores
         self.release()
 
     def hold(self) -> None:
@@ -58,6 +73,7 @@ class RequestStream(AsyncIterator[TokenOutput]):
     def release(self) -> None:
         """Hand over what was kept, and go on."""
         self._held = False
+        self._hand_scores()
         while self._outputs and self._take is not None and not self._held:
             self._take(self._outputs.popleft())
         if self._failure is not None and not self._outputs and self._on_failure is not None:
@@ -69,6 +85,20 @@ class RequestStream(AsyncIterator[TokenOutput]):
         if not self.ended:
             self._end()
             self._cancel(self.id, finished)
+
+    def admit(self) -> None:
+        """The request runs."""
+        self._admitted = True
+        self._wake()
+
+    def put_scores(self, scores: PromptScores) -> None:
+        """Hand the listener a part of the prompt's scores."""
+        self._scores.append(scores)
+        self._hand_scores()
+
+    def _hand_scores(self) -> None:
+        while self._scores and self._take_scores is not None and not self._held:
+            self._take_scores(self._scores.pop(0))
 
     def put(self, output: TokenOutput) -> None:
         """Hand the reader an output."""

@@ -59,8 +59,9 @@ class Turn:
     `messages` are in the form of chat templates (`text.conversation`), `fields` says how to sample,
     `template` holds variables for the chat template. `max_tokens` is what was asked for and the name of
     that field, `messages_param` the field to blame for messages that can't be rendered. `logprobs`:
-    alternatives a token, None for none at all. `output` is what the visible text has to follow (built by
-    `server.openai_format`), `output_param` the field that said so.
+    alternatives a token, None for none at all, `prompt_logprobs` the same for the prompt's. `output` is
+    what the visible text has to follow (built by `server.openai_format`), `output_param` the field that
+    said so.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -71,6 +72,7 @@ class Turn:
     parallel_calls: bool = True
     template: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     messages_param: str = "messages"
     output: Format | None = None
     output_param: str = "response_format"
@@ -192,7 +194,8 @@ def _submit(state: ServerState, turn: Turn, prepared: _Prepared, tenant: str) ->
         single = bool(tools) and not turn.parallel_calls
         return AnswerReader(parser, sampling, single, keep)
 
-    prompts = [Prompt(prompt, seeds(sampling, count), prepared.prompt.places)]
+    choices = seeds(replace(sampling, prompt_logprobs=turn.prompt_logprobs), count)
+    prompts = [Prompt(prompt, choices, prepared.prompt.places)]
     return Generation(state, prompts, reader, routing_of(fields, tenant))
 
 

@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 
 from quickturn.sampling_params import Constraint, SamplingParams
-from quickturn.server.errors import ApiError, invalid
+from quickturn.server.errors import ApiError, invalid, not_supported
 from quickturn.server.generation import Routing
 from quickturn.text.tokenizer import Tokenizer
 
@@ -145,6 +145,16 @@ def check_top_logprobs(count: int | None) -> None:
         raise invalid("top_logprobs", f"top_logprobs must be between 0 and 20, got {count}")
 
 
+def check_prompt_logprobs(count: int | None, stream: bool) -> None:
+    """Raise ApiError for more alternatives a token than are kept, and in streams, which have no place for
+    them.
+    """
+    if not 0 <= (count or 0) <= 20:
+        raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and 20, got {count}")
+    if stream and count is not None:
+        raise not_supported("prompt_logprobs", "prompt_logprobs can't be streamed: ask for it without stream")
+
+
 def checked_ids(ids: list[Any], place: str, vocab_size: int) -> list[int]:
     """Token ids that a client sent. Raises ApiError naming the one that isn't in the vocabulary."""
     for index, value in enumerate(ids):
@@ -177,11 +187,16 @@ def clamp_max_tokens(
 
 def seeds(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
     """`count` variants of `sampling` that differ in their seed, if it has one, so that choices differ
-    reproducibly."""
-    if sampling.seed is None:
-        return (sampling,) * count
+    reproducibly. One of them scores the prompt for all."""
     first = sampling.seed
-    return tuple(replace(sampling, seed=(first + index) & _SEED_MASK) for index in range(count))
+    others = replace(sampling, prompt_logprobs=None)
+    return (
+        sampling,
+        *(
+            others if first is None else replace(others, seed=(first + index) & _SEED_MASK)
+            for index in range(1, count)
+        ),
+    )
 
 
 def check_refused(refused: dict[str, Any], harmless: dict[str, tuple[Any, ...]], why: dict[str, str]) -> None:

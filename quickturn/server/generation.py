@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from quickturn.engine.messages import TokenLogprobs, TokenOutput
+from quickturn.engine.messages import PromptScores, TokenLogprobs, TokenOutput
 from quickturn.engine.stream import EngineDied, RequestStream
 from quickturn.sampling_params import SamplingParams
 from quickturn.server.errors import ApiError, unavailable
@@ -74,7 +74,7 @@ class Routing:
 
 class Piece(msgspec.Struct, Generic[Content], frozen=True):
     """News of one choice: its new content (text or events), the tokens, their log probabilities, and the
-    reason of the end ('' before it).
+    reason of the end ('' before it). `scores`: a part of the prompt's, before all of these.
     """
 
     index: int
@@ -82,6 +82,7 @@ class Piece(msgspec.Struct, Generic[Content], frozen=True):
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     finish: str
+    scores: PromptScores | None = None
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Generation(Generic[Content]):
         try:
             for index, (stream, reader) in enumerate(zip(self._streams, self._readers, strict=True)):
                 choice = _Choice(self, index, stream, reader, sink, end)
-                stream.listen(choice.take, choice.end)
+                stream.listen(choice.take, choice.end, choice.take_scores)
             await over
         except EngineDied as error:
             raise unavailable(str(error)) from error
@@ -235,6 +236,15 @@ class _Choice(Generic[Content]):
         if not self._ended:
             self._ended = True
             self._on_end(error)
+
+    def take_scores(self, scores: PromptScores) -> None:
+        """Pass scores of the prompt on, as `take` does outputs."""
+        if self._ended:
+            return
+        try:
+            self._sink(Piece(self._index, self._reader.push(()).content, (), (), "", scores))
+        except Exception as error:
+            self.end(error)
 
     def take(self, output: TokenOutput) -> None:
         """Read an output. What goes wrong ends this request, and not the loop that brings everybody's."""

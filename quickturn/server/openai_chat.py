@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quickturn.server.answering import Turn, begin
 from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
-from quickturn.server.fields import CommonFields, check_refused, check_top_logprobs
+from quickturn.server.fields import CommonFields, check_prompt_logprobs, check_refused, check_top_logprobs
 from quickturn.server.openai_chat_reply import ChatReply
 from quickturn.server.openai_format import read_output
 from quickturn.server.openai_tools import read_tool_choice, read_tools
@@ -27,7 +27,6 @@ _REFUSED = (
     "documents",
     "use_beam_search",
     "best_of",
-    "prompt_logprobs",
     "logits_processors",
 )
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -50,6 +49,7 @@ class ChatBody(CommonFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -66,7 +66,6 @@ class ChatBody(CommonFields, kw_only=True):
     documents: Any = None
     use_beam_search: Any = None
     best_of: Any = None
-    prompt_logprobs: Any = None
     logits_processors: Any = None
 
     def refused(self) -> dict[str, Any]:
@@ -83,6 +82,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_body(request, _DECODER, state)
     check_refused(body.refused(), _HARMLESS, _WHY)
     model = state.model_name(body.model)
+    check_prompt_logprobs(body.prompt_logprobs, bool(body.stream))
     answers = await begin(request, state, lambda: turn_of(body))
     reply = ChatReply(state.tokenizer.vocabulary, answers, model, bool(body.logprobs), body.wants_usage)
     return await answer(request, answers, reply, bool(body.stream), state.limits.keepalive)
@@ -111,5 +111,6 @@ def turn_of(body: ChatBody) -> Turn:
         parallel_calls=body.parallel_tool_calls is not False,
         template=template,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         output=read_output(body),
     )

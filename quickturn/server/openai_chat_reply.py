@@ -8,7 +8,8 @@ import msgspec
 
 from quickturn.server.answering import Answers
 from quickturn.server.generation import Piece
-from quickturn.server.openai_objects import chat_logprobs, new_id, usage_object
+from quickturn.server.openai_objects import chat_logprobs, new_id, prompt_logprobs, usage_object
+from quickturn.server.prompt_scores import ScoredPrompt
 from quickturn.server.streaming import DONE, Frame, event_of
 from quickturn.text.answer_reader import AnswerEvent, Finished
 from quickturn.text.parsing.events import (
@@ -74,8 +75,11 @@ class ChatReply:
     async def whole(self) -> bytes:
         """The one JSON object of an answer that isn't streamed."""
         choices = [_Choice() for _ in range(self._answers.choices)]
+        scored = ScoredPrompt()
 
         def take(piece: Piece[list[AnswerEvent]]) -> None:
+            if piece.scores is not None:
+                scored.add(piece.scores)
             choice = choices[piece.index]
             for event in piece.content:
                 choice.add(event)
@@ -91,10 +95,18 @@ class ChatReply:
             }
             for index, choice in enumerate(choices)
         ]
-        usage = usage_object(self._answers.usage)
-        return msgspec.json.encode(
-            {**self._head, "object": "chat.completion", "choices": objects, "usage": usage}
-        )
+        answer: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": objects,
+            "usage": usage_object(self._answers.usage),
+        }
+        (prompt,) = self._answers.prompts
+        if prompt.sampling[0].prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(
+                self._vocabulary, prompt.tokens, scored.logprobs, scored.ranks
+            )
+        return msgspec.json.encode(answer)
 
     def begin(self) -> bytes:
         """The role of each choice."""

@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,10 +9,12 @@ from starlette.responses import Response
 
 from quickturn.sampling_params import Constraint, SamplingParams
 from quickturn.server.body import read_body
+from quickturn.server.completion_reply import Asked, CompletionReply
 from quickturn.server.constraining import compiled
 from quickturn.server.errors import invalid, not_supported
 from quickturn.server.fields import (
     CommonFields,
+    check_prompt_logprobs,
     check_refused,
     checked_ids,
     choice_count,
@@ -22,13 +24,11 @@ from quickturn.server.fields import (
     seeds,
     tenant_of,
 )
-from quickturn.server.generation import Generation, Piece, Prompt
+from quickturn.server.generation import Generation, Prompt
 from quickturn.server.off_loop import prepare
 from quickturn.server.openai_format import read_output
-from quickturn.server.openai_objects import completion_logprobs, new_id, usage_object
 from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
-from quickturn.server.streaming import DONE, event_of
 from quickturn.text.detokenizer import Detokenizer
 from quickturn.text.structured.formats import source
 
@@ -36,7 +36,6 @@ MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16
 
 _WHY = {
-    "echo": "echo is not supported yet: put the prompt and the answer together on your side",
     "suffix": "suffix is not supported: the served model completes at the end only",
 }
 
@@ -46,9 +45,10 @@ class CompletionBody(CommonFields, kw_only=True):
 
     prompt: str | list[Any]
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
     best_of: int | None = None
 
-    echo: Any = None
     suffix: Any = None
 
 
@@ -59,7 +59,8 @@ async def completions(request: Request) -> Response:
     """Continue one or several prompts, streamed or whole."""
     state: ServerState = request.app.state.server
     body = await read_body(request, _DECODER, state)
-    check_refused({"echo": body.echo, "suffix": body.suffix}, {"suffix": ("",)}, _WHY)
+    check_refused({"suffix": body.suffix}, {"suffix": ("",)}, _WHY)
+    check_prompt_logprobs(body.prompt_logprobs, bool(body.stream))
     if body.best_of is not None and body.best_of != choice_count(body):
         raise not_supported("best_of", "best_of is not supported: leave it out, or set it to n")
     model = state.model_name(body.model)
@@ -75,13 +76,21 @@ async def completions(request: Request) -> Response:
         return Detokenizer(state.tokenizer, sampling, skip_special)
 
     generation = Generation[str](state, prompts, reader, routing)
-    reply = _Reply(state, body, generation, model)
+    asked = Asked(
+        logprobs=body.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        no_answer=body.max_tokens == 0,
+        wants_usage=body.wants_usage,
+        skip_special=skip_special,
+    )
+    texts = [_text(value) for _, value in _split(body.prompt)] if body.echo else None
+    reply = CompletionReply(state.tokenizer, generation, model, asked, texts)
     return await answer(request, generation, reply, bool(body.stream), state.limits.keepalive)
 
 
 def _prompts(state: ServerState, body: CompletionBody, constraint: Constraint | None) -> list[Prompt]:
     count = choice_count(body)
-    logprobs = body.logprobs
+    logprobs, scored = body.logprobs, _scored(body)
     prompts = []
     for place, value in _split(body.prompt):
         tokens = (
@@ -92,10 +101,23 @@ def _prompts(state: ServerState, body: CompletionBody, constraint: Constraint | 
         if not tokens:
             raise invalid(place, f"{place} is empty: give at least one token to go on from")
         asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        if asked == 0 and body.echo:
+            asked = 1  # generated, and not shown
         max_tokens = clamp_max_tokens(asked, "max_tokens", len(tokens), place, state.max_context)
         sampling = sampling_params(body, state.tokenizer, state.vocab_size, max_tokens, logprobs, constraint)
-        prompts.append(Prompt(tokens, seeds(sampling, count)))
+        prompts.append(Prompt(tokens, seeds(replace(sampling, prompt_logprobs=scored), count)))
     return prompts
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """Alternatives for each token of the prompts; None if nobody wants to know of them."""
+    echoed = body.logprobs if body.echo else None
+    asked = [count for count in (echoed, body.prompt_logprobs) if count is not None]
+    return max(asked, default=None)
+
+
+def _text(prompt: str | list[Any]) -> str | None:
+    return prompt if isinstance(prompt, str) else None
 
 
 def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[Any]]]:
@@ -110,71 +132,3 @@ def _split(prompt: str | list[Any]) -> list[tuple[str, str | list[Any]]]:
         if not isinstance(value, str | list):
             raise invalid(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
     return [(f"prompt[{index}]", value) for index, value in enumerate(prompt)]
-
-
-class _Reply:
-    """Writes the answers of one generation as completion objects."""
-
-    def __init__(
-        self, state: ServerState, body: CompletionBody, generation: Generation[str], model: str
-    ) -> None:
-        self._vocabulary = state.tokenizer.vocabulary
-        self._body = body
-        self._generation = generation
-        self._head = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._offsets = [0] * generation.choices
-
-    async def whole(self) -> bytes:
-        """The one JSON object of an answer that isn't streamed."""
-        count = self._generation.choices
-        collected: list[list[Piece[str]]] = [[] for _ in range(count)]
-        await self._generation.run(lambda piece: collected[piece.index].append(piece))
-        choices = [self._choice(_joined(index, collected[index])) for index in range(count)]
-        return msgspec.json.encode(
-            {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
-        )
-
-    def begin(self) -> bytes:
-        """Nothing."""
-        return b""
-
-    def more(self, piece: Piece[str]) -> bytes:
-        """The piece's text, if there is news."""
-        if not (piece.content or piece.logprobs or piece.finish):
-            return b""
-        usage = {"usage": None} if self._body.wants_usage else {}
-        return event_of({**self._head, "choices": [self._choice(piece)], **usage})
-
-    def end(self) -> bytes:
-        """Usage if asked for, and `[DONE]`."""
-        if not self._body.wants_usage:
-            return DONE
-        return event_of({**self._head, "choices": [], "usage": usage_object(self._generation.usage)}) + DONE
-
-    def _choice(self, piece: Piece[str]) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            offset = self._offsets[piece.index]
-            logprobs = completion_logprobs(self._vocabulary, piece.tokens, piece.logprobs, offset)
-            self._offsets[piece.index] += sum(len(text) for text in logprobs["tokens"])
-        return {
-            "index": piece.index,
-            "text": piece.content,
-            "logprobs": logprobs,
-            "finish_reason": piece.finish or None,
-        }
-
-
-def _joined(index: int, pieces: list[Piece[str]]) -> Piece[str]:
-    return Piece(
-        index=index,
-        content="".join(piece.content for piece in pieces),
-        tokens=[token for piece in pieces for token in piece.tokens],
-        logprobs=[entry for piece in pieces for entry in piece.logprobs],
-        finish=pieces[-1].finish if pieces else "",
-    )

@@ -49,6 +49,7 @@ class Driver:
         salt: str = "",
         session: str = "",
         boundaries: tuple[int, ...] = (),
+        priority: int = 0,
         **sampling: object,
     ) -> int:
         """Add a greedy request (unless `sampling` says otherwise) and return its id."""
@@ -64,6 +65,7 @@ class Driver:
                 cache_salt=salt,
                 session=session,
                 boundaries=boundaries,
+                priority=priority,
             )
         )
         return id

@@ -19,6 +19,7 @@ from tiny_text import EOS_ID, encode, spell
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import (
     AddRequest,
+    Admitted,
     CancelRequest,
     CheckConstraint,
     ConstraintChecked,
@@ -26,6 +27,7 @@ from quickturn.engine.messages import (
     EngineStats,
     HoldSession,
     LoadProgress,
+    PromptScores,
     StepOutput,
     TokenLogprobs,
     TokenOutput,
@@ -112,6 +114,9 @@ class FakeCore:
     def checked(self) -> list[ConstraintChecked]:
         checked, self._checked = self._checked, []
         return checked
+
+    def news(self) -> list[PromptScores | Admitted]:
+        return []
 
     def has_work(self) -> bool:
         return bool(self._running or self._rejected)
