@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -39,6 +40,12 @@ def box(cut: Cut, align: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], 
     """The smallest box (start, stop) of a tensor's dimensions that holds what `cut` takes, and the cut of
     that box. Its sides are multiples of `align`, or where the tensor ends.
     """
+    if len(cut.view) > len(cut.shape) and len(range(*cut.at[0])) == 1:
+        # Of one group of rows: plain rows.
+        (group, _, _), (start, stop, step), *others = cut.at
+        before = group * cut.view[1]
+        rows = (before + start, before + stop, step)
+        cut = replace(cut, view=cut.shape, at=(rows, *others))
     grouped = len(cut.view) - len(cut.shape)
     at, group = cut.at, 1
     if grouped:

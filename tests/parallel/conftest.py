@@ -2,7 +2,17 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 from crew import Crew
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
