@@ -143,7 +143,7 @@ class Model:
         self._tail: tuple[Run, ...] = tuple(step.run for step in steps[tail:])
         self._ranks = ranks
         self._programs = (
-            tuple(walk.actions(program, steps, ranks.collectives) for program in ranks.programs.programs)
+            tuple(walk.ready(program, steps, ranks.collectives) for program in ranks.programs.programs)
             if ranks
             else ()
         )
@@ -184,9 +184,12 @@ class Model:
         self, batch: ForwardBatch, slices: Sequence[torch.Tensor], take: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """As `forward`; besides, the logits of each of `slices` (int64 indexes of the batch's tokens) are
-        given to `take`, one slice after the other, so that there is never more than one. For one rank alone.
+        given to `take`, one slice after the other, so that there is never more than one. On several ranks
+        there must be one group of requests.
         """
-        assert self._ranks is None
+        if self._ranks is not None:
+            programs = self._ranks.programs
+            return walk.run(self._programs, programs, batch, self.vocab_size, slices, take)
         residual = self._embed(batch.token_ids, batch.token_ids, batch)
         x = residual
         for run in self._body:

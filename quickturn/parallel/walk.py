@@ -1,7 +1,7 @@
 """A compiled program made ready to run on one rank: each instruction a function of what flows through it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,23 +26,53 @@ class Flow:
 Action = Callable[[Flow], None]
 
 
-def actions(program: Program, steps: Sequence[Step], collectives: Collectives) -> tuple[Action, ...]:
-    """A function for each instruction, in their order."""
-    return tuple(_action(instruction, program, steps, collectives) for instruction in program.instructions)
+@dataclass(frozen=True)
+class Ready:
+    """A program as functions: those for all tokens, and from `Select` on those for the sampled ones."""
+
+    body: tuple[Action, ...]
+    tail: tuple[Action, ...]
+
+
+def ready(program: Program, steps: Sequence[Step], collectives: Collectives) -> Ready:
+    """The program of this rank, which holds `steps`."""
+    found = [_action(instruction, program, steps, collectives) for instruction in program.instructions]
+    behind = next((at for at, one in enumerate(program.instructions) if isinstance(one, Select)), len(found))
+    return Ready(tuple(found[:behind]), tuple(found[behind:]))
 
 
 def run(
-    programs: Sequence[tuple[Action, ...]], which: Programs, batch: ForwardBatch, vocab: int
+    programs: Sequence[Ready],
+    which: Programs,
+    batch: ForwardBatch,
+    vocab: int,
+    slices: Sequence[torch.Tensor] = (),
+    take: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Carries out, on this rank, the program for this batch, given all of them as actions: float32 logits
-    `[S, vocab]` of the group's sampled tokens, on each of its ranks.
+    """Carries out, on this rank, the program for this batch, one of `programs`: float32 logits `[S, vocab]`
+    of the group's sampled tokens, on each of its ranks.
+
+    Before that, `take` gets the logits of each of `slices`, indexes of tokens; where there are several groups
+    of requests, there must be none.
     """
     ids = batch.token_ids
     own = batch.dp_tokens or (ids.shape[0],)
+    assert not slices or len(own) == 1
+    program = programs[which.choose(max(own))]
     flow = Flow(ids, ids, batch, Rows(which.mesh, own))
-    for action in programs[which.choose(max(own))]:
+    if any(own):
+        for action in program.body:
+            action(flow)
+    for rows in slices:
+        assert take is not None
+        take(_logits(program, replace(flow, batch=replace(batch, sample_rows=rows)), vocab))
+    return _logits(program, flow, vocab)
+
+
+def _logits(program: Ready, flow: Flow, vocab: int) -> torch.Tensor:
+    for action in program.tail:
         if not any(flow.rows.own):
-            return torch.empty((0, vocab), dtype=torch.float32, device=ids.device)
+            return torch.empty((0, vocab), dtype=torch.float32, device=flow.x.device)
         action(flow)
     # Ranks that can't share out the vocabulary equally have filled up theirs.
     return flow.x if flow.x.shape[1] == vocab else flow.x[:, :vocab].contiguous()

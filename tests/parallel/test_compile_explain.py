@@ -56,6 +56,11 @@ def test_the_text_is_the_golden_one(model: Path) -> None:
     assert run(str(model), "--tp", "8", "--ep", "8").splitlines() == GOLDEN.read_text().splitlines()
 
 
+def test_help_has_an_example() -> None:
+    said = " ".join(run("--help").split())
+    assert "Example: quickturn explain " in said
+
+
 def test_a_path_to_the_config_will_do(model: Path) -> None:
     given = run(str(model / "config.json"), "--tp", "8", "--ep", "8")
     assert given.splitlines() == GOLDEN.read_text().splitlines()

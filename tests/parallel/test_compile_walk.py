@@ -163,9 +163,17 @@ def check(rng: np.random.Generator) -> None:
     def work(rank: int) -> torch.Tensor:
         group = rank // mesh.attention_span
         steps = [step_of(node, mesh, rank) for node in nodes]
-        actions = walk.actions(program, steps, OnThreads(threads, rank))
+        ready = walk.ready(program, steps, OnThreads(threads, rank))
         batch = batch_of(torch.from_numpy(ids[group]), torch.from_numpy(rows[group]), tuple(own), samples)
-        return walk.run((actions,), programs, batch, nodes[-1].op.gives)
+        width = nodes[-1].op.gives
+        if mesh.dp > 1 or tail == len(nodes):
+            return walk.run((ready,), programs, batch, width)
+        taken: list[torch.Tensor] = []
+        slices = [torch.from_numpy(part) for part in np.array_split(np.arange(own[0]), 2)]
+        last = walk.run((ready,), programs, batch, width, slices, taken.append)
+        whole = dense(nodes, tail, ids[0].astype(float), np.arange(own[0]))
+        np.testing.assert_allclose(torch.cat(taken).double().numpy(), whole, rtol=2e-3, atol=2e-3)
+        return last
 
     for rank, found in enumerate(on_threads(mesh.world, work)):
         group = rank // mesh.attention_span
