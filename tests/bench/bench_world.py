@@ -66,6 +66,8 @@ class ScriptedServer:
     """`answer(body, number of the request)` says what happens."""
 
     answer: Callable[[dict[str, Any], int], Script]
+    connects: float = 0.0
+    """Seconds that connecting takes."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     live: int = 0
     most: int = 0
@@ -80,7 +82,8 @@ class ScriptedWire:
         self._script = Script()
 
     async def open(self) -> None:
-        return None
+        if self._server.connects:
+            await asyncio.sleep(self._server.connects)
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[float, Head]:
         fields = json.loads(body)

@@ -96,6 +96,15 @@ def test_the_part_with_all_users_is_counted_apart() -> None:
     assert found["per_gpu"]["answer"] == 4.0
 
 
+def test_connecting_is_not_part_of_the_first_token() -> None:
+    server = ScriptedServer(lambda body, number: plain(0.5, 0.25, 3, 100), connects=2.0)
+    found = figures(held(server, [session("a", 2)], Pace(1)), gpus=1)
+    assert (
+        found["first_token_ms"]["first_turn"]["most"] == found["first_token_ms"]["later_turns"]["most"] == 500
+    )
+    assert found["seconds"] == 6.0
+
+
 def test_never_more_users_than_asked_for() -> None:
     server = ScriptedServer(lambda body, number: plain(0.5, 0.25, 3, 100))
     held(server, [session(str(number), 2) for number in range(7)], Pace(3))

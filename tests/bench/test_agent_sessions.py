@@ -88,16 +88,18 @@ def test_mooncake_lines_become_sessions(tmp_path: Path) -> None:
         {"timestamp": 4000, "input_length": 1700, "output_length": 40, "hash_ids": [0, 1, 3, 4]},
         {"timestamp": 9000, "input_length": 1200, "output_length": 10, "hash_ids": [0, 1, 8]},
         {"timestamp": 9500, "input_length": 2100, "output_length": 15, "hash_ids": [0, 1, 3, 9, 10]},
+        # Goes on from the first request, whose session has gone another way since.
+        {"timestamp": 9900, "input_length": 1800, "output_length": 25, "hash_ids": [0, 1, 2, 6]},
     ]
     path = tmp_path / "mooncake.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second, third = traces.read(path)
+    first, second, third, fourth = traces.read(path)
     assert [(turn.parent, turn.keep, turn.prompt, turn.answer, turn.think) for turn in first.turns] == [
         (-1, 0, 1100, 30, 0.0),
         (0, 1130, 1700, 40, 4.0),
         (1, 1740, 2100, 15, 5.5),
     ]
-    assert [len(one.turns) for one in (second, third)] == [1, 1]
+    assert [len(one.turns) for one in (second, third, fourth)] == [1, 1, 1]
     # Equal ids are equal text in all sessions, to the token where they part.
     texts = [content.ids(one.turns[0].new, 10, 1000) for one in (first, second, third)]
     assert [len(text) for text in texts] == [1100, 900, 1200]

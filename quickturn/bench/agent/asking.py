@@ -43,7 +43,10 @@ class Asking:
 async def ask(
     wire: Wire, asking: Asking, talk: Talk, session: str, index: int, answer: int, now: Clock
 ) -> tuple[Record, Answer | None]:
-    """One turn, to its end; the answer is None where the record has an error."""
+    """One turn, to its end; the answer is None where the record has an error.
+
+    A refusal (a status) is read to its end, and the wire can be used again; after any other error it can't.
+    """
     record = Record(session, index, now(), answer)
     body = encoded(asking.fields(session, answer) | talk.body(index))
     reader = StreamReader()
@@ -70,8 +73,6 @@ async def ask(
     if came is None:
         with suppress(StreamFault):
             reader.settle(record)
-        # What is left of a broken answer must not be read as the next one's.
-        wire.close()
     record.sent -= asking.began
     record.arrivals = [at - asking.began for at in record.arrivals]
     record.done = max(record.done - asking.began, record.sent)

@@ -144,6 +144,8 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_number(cache['cached_over_ceiling'])} ({_number(cache['least_session'])})",
         ),
     ]
+    if (cache["cached_over_ceiling"] or 0.0) > 1.0:
+        table.append(("above the ceiling", "the server had text from before this run"))
     if got["promise"]:
         promised = got["promise"]["tokens_per_second"]
         table.append((f"answers at {promised:g} tokens/s or more", f"{got['promise']['kept']:.1%}"))
