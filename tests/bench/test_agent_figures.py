@@ -172,6 +172,13 @@ def test_an_event_arrives_with_its_last_byte() -> None:
     assert record.arrivals == [2.0]
 
 
+def test_an_answer_of_tokens_without_text_is_one() -> None:
+    """Nothing but control tokens: nobody saw anything arrive, and still it was answered."""
+    record = read((1.0, usage_event(7, 3, 2)), (2.0, DONE))
+    assert (record.answer, record.arrivals, record.first_token, record.rate) == (3, [], None, None)
+    assert figures(Run([record], 2.0, 2.0), 1)["requests"] == 1
+
+
 def test_reasoning_and_calls_are_text_that_arrives() -> None:
     thought = event(choices=[{"index": 0, "delta": {"reasoning_content": "hm"}}])
     call = event(choices=[{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"name": "f"}}]}}])

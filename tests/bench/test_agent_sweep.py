@@ -10,11 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_text import write_tiny_text
 from typer.testing import CliRunner
 
 from quickturn.bench.agent import report
 from quickturn.bench.agent.sweep import Cell, finished, grid, serving, sweep
 from quickturn.cli.bench import app
+
+TINY: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 262,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e4,
+}
 
 SMALL = ["--first", "60", "--grow", "10", "--turns", "2", "--answer", "5", "--timeout", "30"]
 
@@ -138,3 +153,26 @@ def test_a_server_that_does_not_start_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did not start"), serving("/nowhere", [], log):
         pass
     assert "neither a directory" in log.read_text()
+
+
+def test_a_sweep_over_servers_of_our_own(tmp_path: Path) -> None:
+    """Two promises, two real servers with a tiny model of random weights whose tokens are bytes."""
+    model = write_tiny_text(tmp_path / "tiny")
+    (model / "config.json").write_text(json.dumps(TINY))
+    out = tmp_path / "out"
+    words = ["sweep", str(model), "--serve", "--load-format dummy --memory 8MiB --device cpu --dtype float32"]
+    words += ["--promise", "0,5", "--concurrency", "2", "--first", "400", "--grow", "90", "--turns", "2"]
+    words += ["--answer", "9", "--seed", "1", "--timeout", "30", "--output", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    runs = [report.read(out / f"promise{promise}_users2.json") for promise in (0, 5)]
+    assert [run["label"] for run in runs] == ["quickturn", "quickturn, promise 5"]
+    assert runs[0]["server"]["url"] != runs[1]["server"]["url"]
+    for run in runs:
+        figures = run["figures"]
+        assert (figures["errors"], figures["requests"], figures["short_answers"]) == ({}, 8, 0)
+        # Bytes: a word and its space are several tokens, and the probes found how many.
+        assert 3 < run["warm_up"]["tokens_per_word"] < 8
+        assert 300 < run["requests"][0]["prompt"] < 600
+        assert 0.5 < figures["cache"]["cached_over_ceiling"] <= 1.0
+    assert (out / "page.html").exists()

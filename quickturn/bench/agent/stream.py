@@ -57,7 +57,7 @@ class StreamReader:
 
     def settle(self, record: Record) -> Answer:
         """Write times and counts into the record; the answer as the next turn carries it. Raises StreamFault
-        for a stream that ended before it said so, or without any text.
+        for a stream that ended before it said so, or without anything.
         """
         record.finish = self.finish
         record.arrivals = [arrival.at for arrival in self._arrivals]
@@ -70,8 +70,8 @@ class StreamReader:
         record.cached = _whole(details.get("cached_tokens")) if isinstance(details, dict) else None
         if not self.done:
             raise StreamFault("cut", "the stream ended before [DONE]")
-        if not events:
-            raise StreamFault("empty", "the answer has no text")
+        if not record.answer:
+            raise StreamFault("empty", "the answer has neither text nor tokens")
         return Answer("".join(self._text), "".join(self._reasoning), tuple(self._ids), record.answer)
 
     def _event(self, data: bytes, arrival: _Arrival) -> None:
