@@ -144,3 +144,20 @@ def session(name: str, turns: int, first: int = 100, grow: int = 10, answer: int
             Turn(index - 1, made[-1].prompt + answer, (Piece(f"{name}/{index}", grow),), answer, think=4.0)
         )
     return Session(name, tuple(made))
+
+
+def tiny_config(vocab_size: int) -> dict[str, Any]:
+    """A model that computes in no time."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+    }

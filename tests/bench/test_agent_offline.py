@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_world import tiny_config
 from typer.testing import CliRunner
 
 from quickturn.bench.agent.engine import measure_engine
@@ -21,20 +22,6 @@ from quickturn.bench.agent.synthetic import Shape, sessions
 from quickturn.cli.bench import app
 from quickturn.config import EngineConfig
 from quickturn.engine.messages import AddRequest, StepOutput, TokenOutput
-
-TINY: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e4,
-}
 
 
 class SteppedCore:
@@ -132,7 +119,7 @@ def test_no_turn_begins_after_the_limit() -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(tiny_config(512)))
     return folder
 
 

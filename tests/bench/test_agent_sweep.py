@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_world import tiny_config
 from tiny_text import write_tiny_text
 from typer.testing import CliRunner
 
 from quickturn.bench.agent import report
 from quickturn.bench.agent.sweep import Cell, finished, grid, serving, sweep
 from quickturn.cli.bench import app
-
-TINY: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 262,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e4,
-}
 
 SMALL = ["--first", "60", "--grow", "10", "--turns", "2", "--answer", "5", "--timeout", "30"]
 
@@ -158,7 +145,7 @@ def test_a_server_that_does_not_start_is_explained(tmp_path: Path) -> None:
 def test_a_sweep_over_servers_of_our_own(tmp_path: Path) -> None:
     """Two promises, two real servers with a tiny model of random weights whose tokens are bytes."""
     model = write_tiny_text(tmp_path / "tiny")
-    (model / "config.json").write_text(json.dumps(TINY))
+    (model / "config.json").write_text(json.dumps(tiny_config(262)))
     out = tmp_path / "out"
     words = ["sweep", str(model), "--serve", "--load-format dummy --memory 8MiB --device cpu --dtype float32"]
     words += ["--promise", "0,5", "--concurrency", "2", "--first", "400", "--grow", "90", "--turns", "2"]
