@@ -104,7 +104,7 @@ def _select(states: dict[State, _Reached], x: Tensor, stream: Tensor, ways: Ways
     for (layout, span), reached in states.items():
         carried = ways.of(Layout(span), stream)[Layout(home)] if span else Path(0.0, ())
         for then, path in ways.of(layout, x).items():
-            if then.span == home and (then == layout or layout.span != home):
+            if then.span == home:
                 added: tuple[Instruction, ...] = (*path.moves, *carried.of_stream(), Select())
                 seconds = path.seconds + carried.seconds
                 _keep(found, (then, home if span else 0), (layout, span), reached, seconds, added)

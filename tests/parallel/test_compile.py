@@ -166,6 +166,18 @@ def test_steps_that_dont_fit_are_named(
     assert f"'{ops[-1].name}'" in str(raised.value)
 
 
+def test_matrices_side_by_side_are_never_cut_as_one() -> None:
+    """A fused projection's parts are parts of each matrix: other ranks can't make theirs of them."""
+    nodes = graph_with(np.random.default_rng(5), ["column", "row"])
+    ops = [node.op for node in nodes]
+    ops[-2] = replace(ops[-2], placed=replace(ops[-2].placed, axis="attn"), joined=True)
+    ops[-1] = replace(ops[-1], placed=replace(ops[-1].placed, axis="dense"))
+    with pytest.raises(PlacementError, match=r"on attn \(4 ranks\) to Shard\(dim=-1\) on dense \(2 ranks\)"):
+        compile_program(ops, len(ops), Mesh(tp=4, dense_tp=2, moe_tp=4), Load(4, 4, 4, 16))
+    ops[-2] = replace(ops[-2], joined=False)
+    compile_program(ops, len(ops), Mesh(tp=4, dense_tp=2, moe_tp=4), Load(4, 4, 4, 16))
+
+
 def test_a_stream_that_nobody_began_is_named() -> None:
     nodes = graph_with(np.random.default_rng(5), ["row", "add"])
     ops = [node.op for node in nodes]

@@ -54,7 +54,7 @@ class OnThreads:
         return x.split(sizes, dim)[over.index(self.rank)]
 
     def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
-        return torch.stack(self._exchange(x, over)).sum(0)
+        return x.copy_(torch.stack(self._exchange(x, over)).sum(0))
 
     def all_gather(
         self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
@@ -66,7 +66,7 @@ class OnThreads:
     def reduce_scatter(
         self, x: torch.Tensor, over: Groups, dim: int, counts: Counts | None = None
     ) -> torch.Tensor:
-        return self._mine(self.all_reduce(x, over), over, dim, counts).clone()
+        return self._mine(torch.stack(self._exchange(x, over)).sum(0), over, dim, counts).clone()
 
     def all_to_all(
         self, x: torch.Tensor, over: Groups, split_dim: int, concat_dim: int, counts: Counts | None = None
