@@ -41,6 +41,20 @@ def serve(
     prefix_cache: options.PrefixCache = True,
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests that wait for a place; more get 429. Default: 256 under a promise.", min=1
+        ),
+    ] = None,
+    max_queue_wait: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a request waits for a place before it gets 429. Default: under a promise what"
+            " --max-ttft says, or 30.",
+            min=0.001,
+        ),
+    ] = None,
     tp: options.Tp = 1,
     dp: options.Dp = 1,
     cp: options.Cp = 1,
@@ -90,6 +104,7 @@ def serve(
     from quickturn.engine.messages import EngineReady
     from quickturn.engine.stream import EngineDied
     from quickturn.server import serving
+    from quickturn.server.waiting_room import QueueLimits
 
     if log_level not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is no log level", param_hint="--log-level")
@@ -100,6 +115,7 @@ def serve(
         frozenset(api_key or ()),
         tuple(cors_origin or ()),
         shutdown_timeout,
+        queue=QueueLimits(max_queue, max_queue_wait),
         core=core,
         log_level=log_level,
         tool_parser=tool_call_parser,

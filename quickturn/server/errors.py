@@ -20,7 +20,9 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP status and an error object; `param` names the field at fault."""
+    """Ends a request with an HTTP status and an error object; `param` names the field at fault.
+    `retry_after`: seconds after which another try makes sense, for those whose fault it isn't.
+    """
 
     def __init__(
         self,
@@ -30,6 +32,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        retry_after: int = 5,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -37,6 +40,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.kind = kind
+        self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The error object, as a client library expects it."""
@@ -46,7 +50,7 @@ class ApiError(Exception):
 
     def response(self, path: str) -> Response:
         """The whole HTTP answer, in the shape of the API that `path` belongs to."""
-        headers = {"Retry-After": "5"} if self.status == 503 else None
+        headers = {"Retry-After": str(self.retry_after)} if self.status in (429, 503) else None
         body = anthropic_body(self) if path.startswith(_ANTHROPIC) else self.body()
         return Response(msgspec.json.encode(body), self.status, headers, media_type="application/json")
 

@@ -153,6 +153,18 @@ class Generation(Generic[Content]):
         finally:
             self.cancel()
 
+    async def begun(self) -> None:
+        """Return when a choice runs, or has ended."""
+        if len(self._streams) == 1:
+            await self._streams[0].begun()
+            return
+        waits = [asyncio.ensure_future(stream.begun()) for stream in self._streams]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     def hold(self) -> None:
         """The client reads slower than its answers come: keep them (joined) until `release`."""
         for stream in self._streams:

@@ -20,8 +20,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector()
+        self._engine = _Values("quickturn_engine_", " of the engine")
+        self._promise = _Values("quickturn_")
         self._registry.register(self._engine)
+        self._registry.register(self._promise)
         registry = self._registry
         self.http_requests = Counter(
             "quickturn_http_requests",
@@ -49,9 +51,14 @@ class Metrics:
         self.active = Gauge("quickturn_http_active", "HTTP requests being answered", registry=registry)
         self.up = Gauge("quickturn_engine_up", "1 while the engine process serves", registry=registry)
 
-    def render(self, engine: Mapping[str, float], up: bool, active: int) -> bytes:
-        """The page of `/metrics`; `engine` are the engine's own values, by the names that it gives them."""
+    def render(
+        self, engine: Mapping[str, float], up: bool, active: int, promise: Mapping[str, float]
+    ) -> bytes:
+        """The page of `/metrics`; `engine` are the engine's own values, by the names that it gives them,
+        `promise` what is promised and how it is kept.
+        """
         self._engine.values = engine
+        self._promise.values = promise
         self.up.set(up)
         self.active.set(active)
         return generate_latest(self._registry)
@@ -72,6 +79,10 @@ class AnswerFigures(Collector):
         self._gaps[bisect_left(_GAP_BUCKETS, seconds)] += 1
         self._seconds += seconds
 
+    def gaps(self) -> tuple[int, float]:
+        """How many so far, and their seconds together."""
+        return sum(self._gaps), self._seconds
+
     def collect(self) -> Iterable[Metric]:
         """Both, as Prometheus wants them."""
         yield CounterMetricFamily("quickturn_generated_tokens", "Tokens of answers", value=self.tokens)
@@ -84,13 +95,15 @@ class AnswerFigures(Collector):
         )
 
 
-class _EngineCollector(Collector):
-    """Shows the engine's values as `quickturn_engine_<name>`; names that end in `_total` are counters."""
+class _Values(Collector):
+    """Shows values by their names behind a prefix; names that end in `_total` are counters."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str, about: str = "") -> None:
         self.values: Mapping[str, float] = {}
+        self._prefix = prefix
+        self._about = about
 
     def collect(self) -> Iterable[Family]:
         for name, value in sorted(self.values.items()):
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield family(f"quickturn_engine_{name}", f"{name} of the engine", value=value)
+            yield family(f"{self._prefix}{name}", f"{name}{self._about}", value=value)

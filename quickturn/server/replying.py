@@ -36,9 +36,12 @@ async def answer(
     keepalive: float,
     dialect: StreamDialect = OPENAI,
 ) -> Response:
-    """The response, streamed or whole; `generation` is cancelled when the client goes away. Raises
-    ClientGone.
+    """The response, streamed or whole, once the generation has a place; it is cancelled when the client goes
+    away. Raises ClientGone, and ApiError 429 for one that would wait too long.
     """
+    room = generation.state.room
+    if not room.open:
+        await unless_gone(request, room.enter(generation))
     if stream:
         return EventStream(generation, reply, keepalive, dialect)
     try:

@@ -20,6 +20,7 @@ from quickturn.server.app import build_app
 from quickturn.server.direct import DirectProtocol
 from quickturn.server.startup import start_engine
 from quickturn.server.state import Limits, ServerState
+from quickturn.server.waiting_room import Promise, QueueLimits, WaitingRoom
 from quickturn.text.answer_format import AUTO, choose_format, markup_of
 from quickturn.text.rendering import WrittenAnswers
 
@@ -42,6 +43,7 @@ class ServeConfig:
     cors_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     limits: Limits = field(default_factory=Limits)
+    queue: QueueLimits = field(default_factory=QueueLimits)
     core: str = DEFAULT_CORE
     log_level: str = "info"
     tool_parser: str = AUTO
@@ -68,6 +70,7 @@ async def start_state(
         names=tuple(dict.fromkeys((name, engine_config.model))),
         api_keys=config.api_keys,
         limits=config.limits,
+        room=WaitingRoom(Promise(engine_config.min_tps_per_user, engine_config.max_ttft), config.queue),
     )
 
 

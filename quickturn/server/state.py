@@ -8,7 +8,9 @@ from quickturn.engine.client import EngineClient
 from quickturn.server.errors import ApiError, unavailable
 from quickturn.server.metrics import Metrics
 from quickturn.server.off_loop import TextThreads
+from quickturn.server.pace import Pace
 from quickturn.server.responses_store import ResponseStore
+from quickturn.server.waiting_room import WaitingRoom
 from quickturn.text.answer_format import AnswerMarkup
 from quickturn.text.chat_template import ChatTemplate
 from quickturn.text.rendering import WrittenAnswers
@@ -42,6 +44,7 @@ class ServerState:
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    room: WaitingRoom = field(default_factory=WaitingRoom)
     draining: bool = False
     written: WrittenAnswers | None = None
     """Answers as the model wrote them, for the turns that come back with them."""
@@ -53,6 +56,10 @@ class ServerState:
     active: int = 0
     """HTTP requests to `/v1` that have not been answered to the end."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Watch how fast answers come."""
+        self.pace = Pace(self.metrics.answers)
 
     @property
     def max_context(self) -> int:

@@ -25,8 +25,22 @@ async def metrics(request: Request) -> Response:
     """Prometheus figures of the server and, as fresh as it answers, of the engine."""
     state: ServerState = request.app.state.server
     stats = await state.engine.stats()
-    page = state.metrics.render(stats.values, state.engine.failure is None, state.active)
+    up = state.engine.failure is None
+    page = state.metrics.render(stats.values, up, state.active, promise_figures(state))
     return Response(page, headers={"content-type": CONTENT_TYPE})
+
+
+def promise_figures(state: ServerState) -> dict[str, float]:
+    """What is promised, what users get, who waits, and who was turned away."""
+    room = state.room
+    return {
+        "promised_tokens_per_second": room.promise.min_tps_per_user,
+        "promised_first_token_seconds": room.promise.max_ttft,
+        "user_tokens_per_second": state.pace.tokens_per_second(),
+        "queue_waiting": room.waiting,
+        "queue_refused_total": room.refused,
+        "queue_retry_after_seconds": room.retry_after() if room.waiting else 0,
+    }
 
 
 async def models(request: Request) -> Response:

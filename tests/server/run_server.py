@@ -10,6 +10,7 @@ import uvloop
 from quickturn.config import EngineConfig
 from quickturn.server import serving
 from quickturn.server.state import Limits
+from quickturn.server.waiting_room import QueueLimits
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
         port=0,
         core=options.get("core", "fake_core:FakeCore"),
         limits=limits,
+        queue=QueueLimits(**options.get("queue", {})),
         api_keys=frozenset(options.get("api_keys", ())),
         shutdown_timeout=options.get("shutdown_timeout", 30.0),
         log_level="warning",

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from quickturn.engine.journal import Entry
 from quickturn.server.replying import json_response
 from quickturn.server.state import ServerState
+from quickturn.server.status_pages import promise_figures
 
 _STATS_TIMEOUT_S = 0.5
 _SHOWN_REQUESTS = 100
@@ -47,6 +48,7 @@ async def dashboard_state(request: Request) -> Response:
         "facts": ready.facts if ready is not None else {},
         "max_context": ready.max_context if ready is not None else 0,
         "stats": stats.values,
+        "promise": promise_figures(state),
         "open_requests": len(journal.live),
         "live": [_entry(entry, now) for entry in live],
         "ended": [_entry(entry, now) for entry in journal.ended],

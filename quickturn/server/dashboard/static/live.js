@@ -20,6 +20,7 @@ export function show(state) {
     at("condition").className = "good";
   }
   showTiles(state.stats);
+  showPromise(state.promise, state.stats);
   showCache(state.stats);
   showRequests(state);
   showFigures(state);
@@ -52,6 +53,20 @@ function tile(name, output, value, text) {
   chart.setAttribute("preserveAspectRatio", "none");
   const line = chart.firstChild ?? chart.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "polyline"));
   line.setAttribute("points", points);
+}
+
+function showPromise(promise, stats) {
+  tile("pace", "pace", promise.user_tokens_per_second, (value) => fixed(value, 1));
+  const said = [];
+  if (promise.promised_tokens_per_second) said.push(`${promise.promised_tokens_per_second} tokens/s for every user`);
+  if (promise.promised_first_token_seconds) said.push(`a first token within ${promise.promised_first_token_seconds} s`);
+  const milliseconds = (name) => fixed((stats[name] ?? 0) / 1000, 2);
+  at("promise").textContent =
+    `${said.length ? `Promised: ${said.join(", ")}` : "Nothing is promised"}. ` +
+    `${count(promise.queue_waiting)} wait for a place, ${count(stats.requests_held_by_promise ?? 0)} because of the promise; ` +
+    `${count(promise.queue_refused_total)} were turned away` +
+    `${promise.queue_retry_after_seconds ? `, the next one for ${count(promise.queue_retry_after_seconds)} s` : ""}. ` +
+    `The last step was expected to take ${milliseconds("step_us_predicted")} ms and took ${milliseconds("step_us_measured")} ms.`;
 }
 
 function showCache(stats) {
