@@ -34,6 +34,7 @@ OVERRIDE_VARIABLE = "QUICKTURN_KERNELS"
 GPU_TIERS = ("triton", "hopper", "libraries")
 FAMILIES = (
     "norm",
+    "all_reduce",
     "linear",
     "fp8_linear",
     "gated_linear",

@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as distributed
-from quickturn_kernels import add_rms_norm
+from quickturn_kernels import PeerMemory, Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm
+from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, has_kernel
 
-from quickturn.parallel.collectives import Alone, Collectives, Counts
+from quickturn.parallel.collectives import Alone, Collectives, Counts, gathering
 from quickturn.parallel.mesh import Groups, Mesh, MeshAxis
 
 # torch 2.13 renamed them.
@@ -45,8 +46,10 @@ class ProcessGroups:
 class Communicator:
     """A rank's collectives, one process group for each kind of group of ranks."""
 
-    def __init__(self, mesh: Mesh, made: ProcessGroups, first: int) -> None:
+    def __init__(self, mesh: Mesh, made: ProcessGroups, first: int, device: torch.device | None) -> None:
         """See `connect`."""
+        self._device = device
+        self._peers: dict[Groups, Peers] = {}
         self.rank = distributed.get_rank() - first
         self._made = made
         self._world = mesh.world
@@ -64,12 +67,17 @@ class Communicator:
                 for group in over.all(self._world)
             ]
             group = self._made.of(every, self.rank + self._first)
-            if group is not None:
+            if group is not None and over not in self._groups:
                 self._groups[over] = group
+                memory = _peer_memory(over.index(self.rank), over.size, self._device, group)
+                if memory is not None:
+                    self._peers[over] = Peers(gathering(self, over), memory)
 
     def all_reduce(self, x: torch.Tensor, over: Groups) -> torch.Tensor:
         """See `Collectives`."""
         if over.size > 1:
+            if self._small(x, over):
+                return all_reduce(x, self._peers[over])
             x = x.contiguous()
             distributed.all_reduce(x, group=self._groups[over])
         return x
@@ -123,6 +131,8 @@ class Communicator:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, over: Groups
     ) -> torch.Tensor:
         """See `Collectives`."""
+        if self._small(x, over):
+            return all_reduce_add_rms_norm(x, residual, weight, eps, self._peers[over])
         return add_rms_norm(self.all_reduce(x, over), residual, weight, eps)
 
     def reduce_scatter_add_norm(
@@ -141,18 +151,50 @@ class Communicator:
         """See `Collectives`."""
         distributed.barrier(group=self._groups[Groups(self._world)])
 
+    def _small(self, x: torch.Tensor, over: Groups) -> bool:
+        """Whether the ranks sum x over memory that they map into each other."""
+        peers = self._peers.get(over)
+        return peers is not None and peers.memory is not None and peers.memory.takes(x)
 
-def connect(mesh: Mesh, *, made: ProcessGroups | None = None, first: int = 0) -> Collectives:
+
+def connect(
+    mesh: Mesh,
+    device: torch.device | None = None,
+    *,
+    made: ProcessGroups | None = None,
+    first: int = 0,
+) -> Collectives:
     """The collectives of this process, which every process of the default group must ask for at once.
 
-    `made` keeps process groups for meshes to come. `first`: the rank in the default group that is rank 0 of
-    the mesh; a default group with room for several meshes side by side may use them all. Raises ValueError if
-    there is no room for one.
+    `device`: the GPU of this rank, so that small messages take a shorter way than NCCL's where GPUs see each
+    other's memory. `made` keeps process groups for meshes to come. `first`: the rank in the default group
+    that is rank 0 of the mesh; a default group with room for several meshes side by side may use them all.
+    Raises ValueError if there is no room for one.
     """
     size, world = distributed.get_world_size(), mesh.world
     if first % world or first + world > size:
         raise ValueError(f"a mesh of {world} ranks from rank {first} on, but there are {size} processes")
-    return Alone() if world == 1 else Communicator(mesh, made or ProcessGroups(), first)
+    return Alone() if world == 1 else Communicator(mesh, made or ProcessGroups(), first, device)
+
+
+def _peer_memory(
+    index: int, size: int, device: torch.device | None, group: distributed.ProcessGroup
+) -> PeerMemory | None:
+    """Memory that the ranks of a group map into each other; None where there is no kernel for it, or where
+    any of them can't.
+    """
+    if device is None or device.type != "cuda" or size > MAX_RANKS or not has_kernel(device):
+        return None
+
+    def exchange(said: bytes) -> list[bytes]:
+        heard: list[bytes] = [b""] * size
+        distributed.all_gather_object(heard, said, group=group)
+        return heard
+
+    try:
+        return PeerMemory(index, size, device, exchange)
+    except RuntimeError:
+        return None
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:

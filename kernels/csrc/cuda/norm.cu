@@ -4,11 +4,10 @@
 #include <cuda_runtime.h>
 
 #include "hopper.cuh"
+#include "norm.cuh"
 
 namespace quickturn {
 namespace {
-
-constexpr int kMaxVectors = 2;  // of 8 elements, a thread
 
 struct NormArguments {
   const uint4* x;
@@ -20,96 +19,18 @@ struct NormArguments {
   float width, eps;
 };
 
-__device__ __forceinline__ void unpack(const uint4& packed, float (&value)[8]) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    value[2 * i] = __uint_as_float(words[i] << 16);
-    value[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
-}
-
-__device__ __forceinline__ uint4 pack(const float (&value)[8]) {
-  return make_uint4(narrow2(value[0], value[1]), narrow2(value[2], value[3]), narrow2(value[4], value[5]),
-                    narrow2(value[6], value[7]));
-}
-
-// Eight elements of the weight as they come: 16 bytes, or 32 with kWide.
-template <bool kWide>
-struct Factors {
-  uint4 parts[kWide ? 2 : 1];
-
-  __device__ __forceinline__ void load(const void* weight, int at) {
-#pragma unroll
-    for (int i = 0; i < (kWide ? 2 : 1); ++i)
-      parts[i] = static_cast<const uint4*>(weight)[at * (kWide ? 2 : 1) + i];
-  }
-
-  // The normed values times the weight. A float32 weight multiplies before anything is rounded, one of
-  // bfloat16 after.
-  __device__ __forceinline__ void apply(float (&value)[8], float scale) const {
-    if constexpr (kWide) {
-      const uint32_t words[8] = {parts[0].x, parts[0].y, parts[0].z, parts[0].w,
-                                 parts[1].x, parts[1].y, parts[1].z, parts[1].w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) value[i] = value[i] * scale * __uint_as_float(words[i]);
-    } else {
-      float by[8];
-      unpack(parts[0], by);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) value[i] = rounded(value[i] * scale) * by[i];
-    }
-  }
-};
-
 template <bool kWide>
 __global__ void __launch_bounds__(1024) norm_row(const NormArguments args) {
   __shared__ float partial[32];
   let_dependents_start();
-  Factors<kWide> weight[kMaxVectors];
-#pragma unroll
-  for (int v = 0; v < kMaxVectors; ++v) {
-    const int at = threadIdx.x + v * blockDim.x;
-    if (at < args.vectors) weight[v].load(args.weight, at);
-  }
+  NormedRow<kWide> normed;
+  normed.load_weight(args.weight, args.vectors);
   wait_for_predecessors();
   const long long row = blockIdx.x;
-  float value[kMaxVectors][8];
-  float squares = 0.f;
-#pragma unroll
-  for (int v = 0; v < kMaxVectors; ++v) {
-    const int at = threadIdx.x + v * blockDim.x;
-    if (at >= args.vectors) continue;
-    unpack(args.x[row * args.x_pitch + at], value[v]);
-    if (args.residual != nullptr) {
-      uint4* kept = args.residual + row * args.residual_pitch + at;
-      float before[8];
-      unpack(*kept, before);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) value[v][i] += before[i];
-      const uint4 sum = pack(value[v]);
-      *kept = sum;
-      unpack(sum, value[v]);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += value[v][i] * value[v][i];
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(0xFFFFFFFFu, squares, step);
-  const int warps = blockDim.x / 32;
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-  __syncthreads();
-  squares = threadIdx.x % 32 < warps ? partial[threadIdx.x % 32] : 0.f;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(0xFFFFFFFFu, squares, step);
-  const float scale = rsqrtf(squares / args.width + args.eps);
-#pragma unroll
-  for (int v = 0; v < kMaxVectors; ++v) {
-    const int at = threadIdx.x + v * blockDim.x;
-    if (at >= args.vectors) continue;
-    weight[v].apply(value[v], scale);
-    args.out[row * args.vectors + at] = pack(value[v]);
-  }
+  const uint4* x = args.x + row * args.x_pitch;
+  uint4* residual = args.residual == nullptr ? nullptr : args.residual + row * args.residual_pitch;
+  normed.run([x](int at, float(&value)[8]) { unpack(x[at], value); }, residual, args.out + row * args.vectors,
+             partial, args.vectors, args.width, args.eps);
 }
 
 }  // namespace
@@ -144,8 +65,7 @@ extern "C" int quickturn_rms_norm(const void* x, long long x_pitch, void* residu
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(rows);
-  const int threads = ((args.vectors + kMaxVectors - 1) / kMaxVectors + 31) / 32 * 32;
-  config.blockDim = dim3(threads);
+  config.blockDim = dim3(norm_threads(args.vectors));
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;
