@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": "Talk to a model in this terminal.",
     "bench": "Measure this machine.",
     "explain": "Print what the ranks do with each layer of a model, and what it takes.",
+    "validate": "Check a model on this machine, from its kernels to its speed.",
 }
 """Names and short descriptions. Module `quickturn.cli.NAME` holds either a function NAME or a Typer `app`."""
 

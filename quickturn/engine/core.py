@@ -199,6 +199,8 @@ class EngineCore:
 
     def plan(self, now: float) -> control.StepPlan | None:
         """What the next step will be; `now` in seconds of the clock that requests' times are of."""
+        # Of the step before. Not everybody who drives an engine asks for it.
+        self._news.clear()
         plan = self._scheduler.plan(now)
         if not self._alone and plan is not None:
             self.digest = plan_digest(plan, self.digest)

@@ -53,6 +53,13 @@ class LoadedInfo:
     cache_scales: dict[int, tuple[float, float]]
 
 
+def declared_model(config: EngineConfig) -> Architecture:
+    """The declared model that `config` names, of which no weight is read. Raises LoadError if it can't be
+    found, UnsupportedModelError if no model file serves it.
+    """
+    return architecture_of(_open(resolve(config.model, config.load_format))[1])
+
+
 def load_model(
     config: EngineConfig,
     device: torch.device,
