@@ -50,6 +50,9 @@ from quickturn.sampling_params import Constraint, SamplingParams
 _LAST_WORDS_S = 0.2
 _SHUTDOWN_S = 5.0
 _HEARTBEAT_S = 5.0
+_TURN_S = 0.002
+"""How long messages that have piled up are read before others get a turn: what they bring a stream in that
+time is written at once."""
 
 log = logging.getLogger("quickturn.client")
 
@@ -251,11 +254,14 @@ class EngineClient:
 
     async def _listen(self, process: "subprocess.Popen[bytes]") -> None:
         try:
+            began = time.monotonic()
             while True:
                 self._take(decode_from_engine(await self._socket.recv()))
                 # A message that is already there doesn't make `recv` wait: without this turn for the others,
-                # an engine that is faster than its readers would keep them from reading at all.
-                await asyncio.sleep(0)
+                # an engine that is faster than this process would keep everybody else from running at all.
+                if time.monotonic() - began > _TURN_S:
+                    await asyncio.sleep(0)
+                    began = time.monotonic()
         except Exception as error:
             log.exception("the engine can't be listened to any more")
             self._fail(f"the engine's answers can't be taken: {error!r}")
@@ -263,8 +269,9 @@ class EngineClient:
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, StepOutput):
+            now = time.monotonic()
             for output in message.outputs:
-                self._deliver(output)
+                self._deliver(output, now)
         elif isinstance(message, EngineStats):
             self._take_stats(message)
         elif isinstance(message, ConstraintChecked):
@@ -286,11 +293,11 @@ class EngineClient:
         elif not self._started.done():
             self._started.set_result(message)
 
-    def _deliver(self, output: TokenOutput) -> None:
+    def _deliver(self, output: TokenOutput, now: float) -> None:
         stream = self._streams.get(output.id)
         if stream is None:
             return
-        self.journal.delivered(output)
+        self.journal.delivered(output, now)
         if output.finish:
             del self._streams[output.id]
         stream.put(output)

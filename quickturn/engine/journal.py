@@ -48,17 +48,17 @@ class Journal:
         """A request went to the engine."""
         self.live[id] = Entry(id, prompt_tokens, session, time.monotonic())
 
-    def delivered(self, output: TokenOutput) -> None:
-        """Tokens, or the end, came back."""
+    def delivered(self, output: TokenOutput, now: float) -> None:
+        """Tokens, or the end, came back; `now` is `time.monotonic()`."""
         entry = self.live.get(output.id)
         if entry is None:
             return
-        now = time.monotonic()
         if output.tokens:
             entry.first = entry.first or now
             entry.last = now
             entry.answer_tokens += len(output.tokens)
-        entry.cached_tokens = max(entry.cached_tokens, output.cached_tokens)
+        if output.cached_tokens > entry.cached_tokens:
+            entry.cached_tokens = output.cached_tokens
         if output.finish:
             self.over(output.id, output.finish)
 

@@ -43,12 +43,19 @@ def writer_of(scope: Scope, send: Send) -> Writer:
 
 
 class BodyWriter:
-    """Writes chunks to the connection that a request came from; see `Writer`."""
+    """Writes chunks to the connection that a request came from; see `Writer`.
+
+    What is written in one turn of the event loop goes out behind it, as one chunk. So tokens that came
+    together cost one call of the system, and the calls of all streams stand together: between two of them a
+    client that was woken takes over caches and, on a full machine, the core.
+    """
 
     def __init__(self, protocol: "DirectProtocol", cycle: RequestResponseCycle) -> None:
         self._protocol = protocol
         self._cycle = cycle
         self._transport = protocol.transport
+        self._loop = asyncio.get_running_loop()
+        self._due = b""
         self.on_full: Callable[[], None]
         self.on_room: Callable[[], None]
 
@@ -66,11 +73,20 @@ class BodyWriter:
 
     def write(self, data: bytes) -> None:
         """See `Writer`."""
-        if not self._cycle.disconnected:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if self._due:
+            self._due += data
+        else:
+            self._due = data
+            self._loop.call_soon(self._send)
 
     async def flush(self) -> None:
-        """Both ways end in one transport, in order."""
+        """See `Writer`."""
+        self._send()
+
+    def _send(self) -> None:
+        data, self._due = self._due, b""
+        if data and not self._cycle.disconnected:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def close(self) -> None:
         """See `Writer`."""

@@ -115,12 +115,12 @@ class ChatReply:
 
     def more(self, piece: Piece[list[AnswerEvent]]) -> bytes:
         """Deltas, and the reason of the end."""
+        if not self._logprobs and len(piece.content) == 1 and isinstance(piece.content[0], TextDelta):
+            return self._text(piece.index).fill(piece.content[0].text)
         entries = self._logprob_entries(piece)
         chunks = []
         for event in piece.content:
-            if isinstance(event, TextDelta) and not entries:
-                chunks.append(self._text(piece.index).fill(event.text))
-            elif (delta := _delta(event)) is not None:
+            if (delta := _delta(event)) is not None:
                 chunks.append(self._chunk(piece.index, delta, entries))
                 entries = []
         if entries:
