@@ -87,7 +87,7 @@ def _op(declaration: Declaration, mesh: Mesh, sizes: Bytes) -> Op:
             work = _delta(declaration, weights, mesh)
         case Mix():
             takes = gives = declaration.hidden
-            work = Work(weights, operations, _experts(declaration, mesh, sizes))
+            work = Work(weights, operations, _experts(declaration, specs, mesh, sizes))
         case _:
             raise TypeError(f"step '{declaration.name}' is of a kind that the compiler doesn't know")
     like = re.sub(r"\.\d+\.", ".", declaration.name, count=1).removeprefix("model.layers.")
@@ -112,10 +112,10 @@ def _delta(step: Delta, weights: float, mesh: Mesh) -> Work:
     return Work(weights, 8 * state, cache=CacheWork(request_bytes=2 * (4 * state + 2 * window)))
 
 
-def _experts(step: Mix, mesh: Mesh, sizes: Bytes) -> ExpertWork:
-    here, stacks = step.count // mesh.ep, [spec for spec in step.weights() if spec.use == "experts"]
-    one = sum(_elements(spec) for spec in stacks) / step.count / mesh.moe_tp
-    return ExpertWork(here, step.count, step.routing.top_k, one * sizes.matrices, 2 * one)
+def _experts(step: Mix, specs: tuple[WeightSpec, ...], mesh: Mesh, sizes: Bytes) -> ExpertWork:
+    stacks = sum(_elements(spec) for spec in specs if spec.use == "experts")
+    one = stacks / step.count / mesh.moe_tp
+    return ExpertWork(step.count // mesh.ep, step.count, step.routing.top_k, one * sizes.matrices, 2 * one)
 
 
 def _share(spec: WeightSpec, mesh: Mesh, sizes: Bytes) -> float:

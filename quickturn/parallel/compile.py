@@ -23,14 +23,20 @@ SIZES = (16, 64, 256, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a step: where its input must lie, where its output will, what it takes; `fused` if the
-    move ahead of it is part of it.
+    """One way to run a step: where its input must lie, where its output will, what it takes, and the move
+    ahead of it that is part of it, if one is.
     """
 
     before: Layout
     after: Layout
     seconds: float
-    instruction: Instruction
+    fused: Move | None = None
+
+    def instruction(self, step: int) -> Instruction:
+        """The step, run so."""
+        if self.fused is None:
+            return RunStep(step, self.after)
+        return Fused(FUSIONS[self.fused.kind].kind, step, self.fused.over, self.before, self.after)
 
 
 State = tuple[Layout, int]
@@ -76,14 +82,17 @@ def compile_program(
     every = Ways(mesh, load.tokens, hardware)
     sampled = Ways(mesh, load.samples, hardware)
     tail_load = replace(load, tokens=load.samples)
+    known: dict[tuple[Op, bool], list[Form]] = {}
     layers = [{(home, 0): _Reached(0.0, 0, None, ())}]
     for index, op in enumerate(ops):
         ways = every if index < tail else sampled
         if index == tail:
             layers.append(_select(layers[-1], _output(ops[index - 1]), hidden, every))
-        before = ops[index - 1] if index else None
-        forms = _forms(index, op, ways, load if index < tail else tail_load)
-        layers.append(_step(layers[-1], before, op, forms, ways))
+        kind = op.kind, index < tail
+        if kind not in known:
+            known[kind] = _forms(op, ways, load if index < tail else tail_load)
+        forms = [(form, form.instruction(index)) for form in known[kind]]
+        layers.append(_step(layers[-1], ops[index - 1] if index else None, op, forms, ways))
     last = _output(ops[-1])
     ways = every if tail >= len(ops) else sampled
     ends: dict[State, _Reached] = {}
@@ -112,7 +121,11 @@ def _select(states: dict[State, _Reached], x: Tensor, stream: Tensor, ways: Ways
 
 
 def _step(
-    states: dict[State, _Reached], before: Op | None, op: Op, forms: Sequence[Form], ways: Ways
+    states: dict[State, _Reached],
+    before: Op | None,
+    op: Op,
+    forms: Sequence[tuple[Form, Instruction]],
+    ways: Ways,
 ) -> dict[State, _Reached]:
     """The states behind a step. Raises PlacementError if there are none."""
     adds, begins = op.placed.residual == "add_norm", op.placed.residual == "begin"
@@ -121,12 +134,12 @@ def _step(
     found: dict[State, _Reached] = {}
     for (layout, stream), reached in states.items():
         paths = ways.of(layout, tensor)
-        for form in forms:
+        for form, instruction in forms:
             path = paths.get(form.before)
             if path is None:
                 continue
             seconds, then = path.seconds + form.seconds, stream
-            added: tuple[Instruction, ...] = (*path.moves, form.instruction)
+            added: tuple[Instruction, ...] = (*path.moves, instruction)
             if begins:
                 then = form.after.span
             if adds and stream != form.after.span:
@@ -195,7 +208,7 @@ def fused_seconds(op: Op, move: Move, ways: Ways, load: Load) -> float:
     return ways.seconds(move, Tensor(op.takes, op.element)) + max(alone - saved, 0.0)
 
 
-def _forms(index: int, op: Op, ways: Ways, load: Load) -> list[Form]:
+def _forms(op: Op, ways: Ways, load: Load) -> list[Form]:
     """Every way to run a step: in its own span if it reads other tokens or begins the stream, else in each
     that its ranks divide.
     """
@@ -208,13 +221,13 @@ def _forms(index: int, op: Op, ways: Ways, load: Load) -> list[Form]:
         if span % over == 0:
             before, after = input_layout(op, span, mesh), _layout(span, what.produces, over)
             seconds = step_seconds(op, after, ways, load)
-            found.append(Form(before, after, seconds, RunStep(index, after)))
+            found.append(Form(before, after, seconds))
             if what.residual == "add_norm":
-                found += _fused(index, op, after, ways, load)
+                found += _fused(op, after, ways, load)
     return found
 
 
-def _fused(index: int, op: Op, after: Layout, ways: Ways, load: Load) -> list[Form]:
+def _fused(op: Op, after: Layout, ways: Ways, load: Load) -> list[Form]:
     """The step together with each kind of move ahead of it that there is a fused form of."""
     found: list[Form] = []
     sums = [Layout(span, Partial(), over) for span in spans(ways.mesh) for over in spans(ways.mesh)]
@@ -224,8 +237,7 @@ def _fused(index: int, op: Op, after: Layout, ways: Ways, load: Load) -> list[Fo
         for kind, over, then in edges(before, ways.mesh, Tensor(op.takes, op.element)):
             if kind in FUSIONS and then == after:
                 move = Move(kind, "x", over, before, after)
-                together = Fused(FUSIONS[kind].kind, index, over, before, after)
-                found.append(Form(before, after, fused_seconds(op, move, ways, load), together))
+                found.append(Form(before, after, fused_seconds(op, move, ways, load), move))
     return found
 
 

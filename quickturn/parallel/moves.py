@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 
 from quickturn.parallel.cost import COLLECTIVE_OF, Hardware, collective_seconds, kernel_seconds
@@ -32,6 +33,7 @@ class Path:
         return tuple(replace(move, tensor="residual") for move in self.moves)
 
 
+@cache
 def spans(mesh: Mesh) -> tuple[int, ...]:
     """The spans that are worth a thought: those of the kinds of modules, single ranks, and the world."""
     found = {1, mesh.tp, mesh.attention_span, mesh.dense_tp, mesh.moe_tp, mesh.world}

@@ -1,6 +1,6 @@
 """What the compiler knows of a step: how it is placed, how wide its activations are, and what work it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quickturn.parallel.cost import Hardware, Load, collective_seconds, kernel_seconds
 from quickturn.parallel.placement import Placed
@@ -121,6 +121,11 @@ class Op:
     def name(self) -> str:
         """The step's name."""
         return self.placed.name
+
+    @property
+    def kind(self) -> "Op":
+        """The same for all steps that differ by nothing but their names."""
+        return replace(self, placed=replace(self.placed, name=""), like="")
 
     def seconds(self, rows: float, parts: tuple[int, int], load: Load, hardware: Hardware) -> float:
         """Time on a rank that has `rows` tokens, of their input and output features one of `parts`."""

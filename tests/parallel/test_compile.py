@@ -99,7 +99,7 @@ def cheapest(
     if at == len(nodes):
         return moved[Layout(mesh.attention_span)]
     op, found = nodes[at].op, np.inf
-    for form in compiler._forms(at, op, ways, load):
+    for form in compiler._forms(op, ways, load):
         seconds, then = form.seconds + moved.get(form.before, np.inf), stream
         if op.placed.residual == "add_norm":
             then = form.after.span
