@@ -1,5 +1,5 @@
-"""All-reduce with the norm behind it on the GPUs of one host: our kernel in one shot and in two, and NCCL with
-our norm, by message size.
+"""All-reduce with the norm behind it on GPUs of one host: our kernel in one shot and in two, and NCCL with our
+norm, by message size.
 
     python benchmarks/all_reduce.py --ranks 2 --hidden 4096 --json all_reduce.json
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as distributed
-import torch.multiprocessing as multiprocessing
+import torch.multiprocessing
 from quickturn_kernels import PeerMemory, add_rms_norm
 from quickturn_kernels.ops.all_reduce import hopper
 
@@ -104,7 +104,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (given.ranks, given.hidden, str(Path(folder) / "store"), given.json)
-        multiprocessing.spawn(measure, arguments, given.ranks)
+        torch.multiprocessing.spawn(measure, arguments, given.ranks)
 
 
 if __name__ == "__main__":
