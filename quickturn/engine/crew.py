@@ -224,6 +224,11 @@ class Crew:
         log.error("%s", why)
         self._failed.set()
         os.write(self._bell, b"x")
+        # Whatever the main thread waits for breaks off.
+        for member in self.members:
+            member.steps.shut()
+            if member.process is not None:
+                member.process.kill()
         if not self._reported.wait(_STUCK_S) and self.on_stuck is not None:
             self.on_stuck(why)
 

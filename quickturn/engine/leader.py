@@ -35,7 +35,13 @@ from quickturn.engine.messages import (
 )
 from quickturn.engine.ranked import RankedCore
 from quickturn.engine.routing import Router
-from quickturn.engine.seat import close_process_group, mesh_of, open_seat, open_store
+from quickturn.engine.seat import (
+    close_process_group,
+    mesh_of,
+    open_seat,
+    open_store,
+    require_free_process,
+)
 from quickturn.sampling_params import Constraint
 
 _COMPILING_S = 0.002
@@ -57,6 +63,7 @@ class Leader:
         """Start with the ranks of `crew` (else with processes of its own): load the model together. Raises
         ValueError or MemoryError that say what to change, RankLost.
         """
+        require_free_process()
         self._mesh = mesh_of(config)
         self._span = self._mesh.attention_span
         self._crew = crew or spawn(config, "WARNING", bound=False)

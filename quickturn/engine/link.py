@@ -1,5 +1,6 @@
 """A stream between two processes that carries whole messages and tells at once when the other end is gone."""
 
+import contextlib
 import select
 import socket
 from typing import Final
@@ -57,6 +58,11 @@ class Link:
         poll = select.poll()
         poll.register(self._sock, _HUNG_UP)
         poll.poll()
+
+    def shut(self) -> None:
+        """Break off what either end waits for, in whatever thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """The other end notices."""

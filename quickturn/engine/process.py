@@ -172,7 +172,7 @@ def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
     try:
         if launch.config.world > 1:
             crew = gather(launch.config, launch.log_level)
-            crew.on_stuck = partial(_end_stuck, loop, crew)
+            crew.on_stuck = partial(_end_stuck, loop)
         core = _build(launch, loop, crew)
         loop.send(core.ready())
         gc.collect()
@@ -197,12 +197,9 @@ def _build(launch: Launch, loop: Loop, crew: Crew | None) -> Core:
     return load_core(name)(launch.config, progress=loop.send, crew=crew)
 
 
-def _end_stuck(loop: Loop, crew: Crew, why: str) -> None:
+def _end_stuck(loop: Loop, why: str) -> None:
     """Called in a thread when the main one waits for ranks that are gone: nobody else will say so."""
     loop.send(EngineFailed(why))
-    for member in crew.members:
-        if member.process is not None:
-            member.process.kill()
     time.sleep(_LINGER_MS / 1000)
     os._exit(1)
 

@@ -57,6 +57,15 @@ def mesh_of(config: EngineConfig) -> Mesh:
     )
 
 
+def require_free_process() -> None:
+    """Raises ValueError where torch.distributed has a process group already: a process is a rank once."""
+    if distributed.is_initialized():
+        raise ValueError(
+            "torch.distributed is in use in this process: several ranks can't start in it (close the other"
+            " LLM, or take another process)"
+        )
+
+
 def open_store(world: int, timeout: float) -> TCPStore:
     """The store by which ranks find each other, on a free port of the first one."""
     return TCPStore("0.0.0.0", 0, world, True, timedelta(seconds=timeout), wait_for_workers=False)
@@ -78,21 +87,19 @@ def open_seat(
     """Join the others: torch's process groups, one device for each rank. `local`: (this rank's number, ranks)
     on this machine. Returns when every rank is there.
 
-    Raises MeshError, ValueError for too few GPUs or where torch.distributed is in use already.
+    Raises MeshError, and ValueError for too few GPUs.
     """
     mesh = mesh_of(config)
     pick_device(config.device, local[1] - 1)  # the last one's: all fail together
     device = pick_device(config.device, local[0])
     share_cores(device, local[1])
-    if distributed.is_initialized():
-        raise ValueError(
-            "torch.distributed is in use in this process already: several ranks can't start in it"
-        )
     if local[1] == mesh.world:
         # gloo would look up the machine's name, which not every machine can.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # A rank that fails before this is noticed here at once; what follows waits for it.
+    agree(0)
     distributed.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
