@@ -1,5 +1,5 @@
-"""All-reduce with the norm behind it on GPUs of one host: our kernel in one shot and in two, and NCCL with our
-norm, by message size.
+"""All-reduce with the norm behind it on GPUs of one host, by message size: our kernel in one shot and in two,
+and NCCL with our norm.
 
     python benchmarks/all_reduce.py --ranks 2 --hidden 4096 --json all_reduce.json
 
