@@ -18,6 +18,8 @@ from tiny_text import write_tiny_text  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SERVER_TESTS), *filter(None, sys.path)])}
 FAKE = ["--core", "fake_core:FakeCore"]
+PATIENCE_S = 300.0
+"""A start imports much: seconds on a machine that isn't busy."""
 
 
 def command(*words: str) -> list[str]:
@@ -26,7 +28,7 @@ def command(*words: str) -> list[str]:
 
 def run(*words: str, given: str = "") -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        command(*words), input=given, capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+        command(*words), input=given, capture_output=True, text=True, env=ENVIRONMENT, timeout=PATIENCE_S
     )
 
 
@@ -114,11 +116,13 @@ def test_serve_until_told_to_stop(model: str) -> None:
             "messages": [{"role": "user", "content": "x"}],
             "prompt_cache_key": json.dumps({"text": "ok"}),
         }
-        answer = httpx.post(f"{url}/chat/completions", json=body, headers={"Authorization": "Bearer k"})
+        answer = httpx.post(
+            f"{url}/chat/completions", json=body, headers={"Authorization": "Bearer k"}, timeout=PATIENCE_S
+        )
         assert answer.json()["choices"][0]["message"]["content"] == "ok"
         busy = run("serve", model, "--port", url.split(":")[-1].split("/")[0], *FAKE)
         assert busy.returncode == 1
         assert "choose another --port" in busy.stderr
         process.send_signal(signal.SIGINT)
         process.stderr.read()
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE_S) == 0

@@ -2,9 +2,10 @@
 be.
 
 Keys: `text` (the answer, ended by the end token), `chunk` (tokens per output), `wait` (steps before the first
-output), `endless` (never ends by itself), `refuse` and `raise` (an error text, by output or by exception),
-`crash` (raise in the step), `cached` (cached prompt tokens to report), `tell_salt` (answer with the cache
-salt), `tell_boundaries` (with where prompts may part), `echo` (with the prompt).
+output), `until` (a file that must be there before the first output), `endless` (never ends by itself),
+`refuse` and `raise` (an error text, by output or by exception), `crash` (raise in the step), `cached` (cached
+prompt tokens to report), `tell_salt` (answer with the cache salt), `tell_boundaries` (with where prompts may
+part), `echo` (with the prompt).
 """
 
 import json
@@ -43,6 +44,7 @@ class _Running:
     answer: list[int]
     chunk: int
     wait: int
+    until: str
     endless: bool
     crash: bool
     cached: int
@@ -95,6 +97,7 @@ class FakeCore:
             answer,
             script.get("chunk", 1),
             script.get("wait", 0),
+            script.get("until", ""),
             script.get("endless", False),
             script.get("crash", False),
             script.get("cached", 0),
@@ -130,6 +133,8 @@ class FakeCore:
                 raise RuntimeError("scripted crash")
             if running.wait > 0:
                 running.wait -= 1
+                continue
+            if running.until and not os.path.exists(running.until):
                 continue
             outputs.append(self._advance(request_id, running))
         return StepOutput(outputs)

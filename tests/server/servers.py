@@ -17,6 +17,12 @@ import httpx
 
 HERE = Path(__file__).parent
 
+PATIENCE_S = 60.0
+"""How long a test waits for what happens at once on a machine that isn't busy."""
+
+http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
+"""For single requests. No connection is kept: the server of the next request may be another, or gone."""
+
 
 @dataclass
 class Served:
@@ -34,17 +40,18 @@ class Served:
         return pids[0]
 
     def stats(self) -> dict[str, float]:
-        page = httpx.get(f"{self.root}/metrics").text
+        page = http.get(f"{self.root}/metrics").text
         lines = [line.split() for line in page.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line for line in lines if len(line) == 2)}
 
     def wait_for(
-        self, condition: Callable[[dict[str, float]], bool], seconds: float = 10.0
+        self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_S
     ) -> dict[str, float]:
         """Poll the metrics until `condition` holds; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition(stats := self.stats()):
             assert time.monotonic() < deadline, f"never happened; the last figures are {stats}"
+            time.sleep(0.005)
         return stats
 
 

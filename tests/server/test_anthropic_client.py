@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Iterator
 
 import anthropic
-import httpx
 import pytest
 from fake_core import DEFAULT_TEXT
-from servers import Served, start_server, stop_server
+from servers import Served, http, start_server, stop_server
 from tiny_text import encode
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -111,7 +110,7 @@ def test_a_slow_prompt_is_bridged_by_pings(own_server: Callable[..., Served]) ->
         "stream": True,
         "metadata": script(wait=200),
     }
-    with httpx.stream("POST", f"{server.url}/messages", json=body) as reply:
+    with http.stream("POST", f"{server.url}/messages", json=body) as reply:
         events = [line.removeprefix("event: ") for line in reply.iter_lines() if line.startswith("event: ")]
     assert events[0] == "ping"
     assert events[-1] == "message_stop"

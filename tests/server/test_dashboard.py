@@ -4,13 +4,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect, sync_playwright
-from servers import Served
+from servers import PATIENCE_S, Served, http
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: Debian's package `chromium`")
+
+expect.set_options(timeout=PATIENCE_S * 1000)
 
 MARKUP = "<img src=x onerror=\"document.title='taken'\">"
 
@@ -129,4 +130,4 @@ def test_errors_of_the_server_are_shown(served: Served, browser_page: Callable[[
 
 @pytest.mark.parametrize("name", ["..%2Fpages.py", "%2e%2e", "nothing.js", "__init__.py"])
 def test_only_the_pages_own_files_are_served(served: Served, name: str) -> None:
-    assert httpx.get(f"{served.root}/dashboard/{name}").status_code == 404
+    assert http.get(f"{served.root}/dashboard/{name}").status_code == 404

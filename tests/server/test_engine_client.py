@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import HERE, Served
+from servers import HERE, PATIENCE_S, Served
 
 from quickturn.config import EngineConfig
 from quickturn.engine import client as client_module
@@ -56,7 +56,7 @@ async def read_all(stream: RequestStream) -> list[TokenOutput]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
@@ -99,7 +99,7 @@ async def test_a_storm_of_cancels_leaves_nothing() -> None:
         for stream in streams:
             stream.cancel()
             stream.cancel()
-        values = (await engine.stats(10)).values
+        values = (await engine.stats(PATIENCE_S)).values
         assert engine.open_requests == values["running"] == 0
         assert values["added_total"] == values["cancelled_total"] + values["stopped_total"] == 3000
 

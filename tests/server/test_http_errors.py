@@ -6,13 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Served
+from servers import PATIENCE_S, Served, http
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
 def chat(served: Served, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{served.url}/chat/completions", json={**HELLO, **fields})
+    return http.post(f"{served.url}/chat/completions", json={**HELLO, **fields})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_wrong_field_is_named(served: Served, fields: dict[str, Any], param: str
     ],
 )
 def test_wrong_completion_field_is_named(served: Served, fields: dict[str, Any], param: str | None) -> None:
-    response = httpx.post(f"{served.url}/completions", json=fields)
+    response = http.post(f"{served.url}/completions", json=fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
@@ -148,7 +148,7 @@ def test_unknown_and_harmless_fields_are_ignored(served: Served) -> None:
     "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"messages": "\\ud83d"}', b'{"messages": ' + b"[" * 100_000]
 )
 def test_broken_body(served: Served, body: bytes) -> None:
-    response = httpx.post(f"{served.url}/chat/completions", content=body)
+    response = http.post(f"{served.url}/chat/completions", content=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -156,8 +156,8 @@ def test_broken_body(served: Served, body: bytes) -> None:
 def test_unknown_model_path_and_method(served: Served) -> None:
     missing = chat(served, model="gpt-9")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-    assert httpx.get(f"{served.url}/nothing").json()["error"]["message"]
-    assert httpx.get(f"{served.url}/chat/completions").status_code == 405
+    assert http.get(f"{served.url}/nothing").json()["error"]["message"]
+    assert http.get(f"{served.url}/chat/completions").status_code == 405
 
 
 def test_max_tokens_is_clamped_to_what_is_left(served: Served) -> None:
@@ -221,7 +221,7 @@ def test_limits_of_a_body(own_server: Any) -> None:
 def test_a_body_that_never_ends(own_server: Any) -> None:
     server = own_server(limits={"body_seconds": 0.2})
     address = httpx.URL(server.url)
-    with socket.create_connection((address.host, address.port), timeout=10) as connection:
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
         connection.sendall(head.encode() + b'{"messages"')
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
@@ -232,7 +232,7 @@ def test_pages_of_other_origins(own_server: Any) -> None:
     name = "access-control-allow-origin"
     closed = own_server()
     assert name not in httpx.options(f"{closed.url}/chat/completions", headers=asking).headers
-    assert name not in httpx.get(f"{closed.url}/models", headers=asking).headers
+    assert name not in http.get(f"{closed.url}/models", headers=asking).headers
     opened = own_server(serve={"cors_origins": ["https://page.example"]}, api_keys=["secret"])
     assert httpx.options(f"{opened.url}/chat/completions", headers=asking).headers[name] == asking["Origin"]
     stranger = {**asking, "Origin": "https://other.example"}
@@ -242,7 +242,7 @@ def test_pages_of_other_origins(own_server: Any) -> None:
 def test_api_key(own_server: Any) -> None:
     server = own_server(api_keys=["one", "two"])
     url = f"{server.url}/models"
-    assert httpx.get(url).status_code == 401
-    assert httpx.get(url, headers={"Authorization": "Bearer three"}).status_code == 401
-    assert httpx.get(url, headers={"Authorization": "Bearer two"}).status_code == 200
-    assert httpx.get(f"{server.root}/health").status_code == 200
+    assert http.get(url).status_code == 401
+    assert http.get(url, headers={"Authorization": "Bearer three"}).status_code == 401
+    assert http.get(url, headers={"Authorization": "Bearer two"}).status_code == 200
+    assert http.get(f"{server.root}/health").status_code == 200

@@ -3,13 +3,11 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 
-import httpx
 import openai
 import pytest
-from servers import Served, start_server, stop_server
+from servers import PATIENCE_S, Served, http, start_server, stop_server
 
 pytest.importorskip("quickturn_control")
 pytest.importorskip("quickturn_kernels")
@@ -33,7 +31,7 @@ def real() -> Iterator[Served]:
 
 @pytest.fixture
 async def client(real: Served) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=real.url, api_key="any", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=real.url, api_key="any", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -109,18 +107,16 @@ async def test_a_client_that_leaves_frees_its_blocks(client: openai.AsyncOpenAI,
 async def test_killed_engine() -> None:
     server = start_server("embedded", core="quickturn.engine.core:EngineCore", engine=ENGINE)
     try:
-        client = openai.AsyncOpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=120)
+        client = openai.AsyncOpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=300)
         fields = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         tasks = [
             asyncio.create_task(ask(client, QUESTIONS[0], stream=i % 2 == 0, **fields)) for i in range(4)
         ]
         await asyncio.to_thread(server.wait_for, lambda stats: stats[RUNNING] == 4)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        died = time.monotonic()
-        errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - died < 2
+        errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
         assert all(isinstance(error, openai.APIError) and "SIGKILL" in str(error) for error in errors)
         await client.close()
-        assert httpx.get(f"{server.root}/health").status_code == 503
+        assert http.get(f"{server.root}/health").status_code == 503
     finally:
         stop_server(server)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from servers import Served
+from servers import Served, http
 
 CHAT = [{"role": "user", "content": "Grüße"}]
 
 
 def post(served: Served, path: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{served.root}{path}", json=body)
+    return http.post(f"{served.root}{path}", json=body)
 
 
 def test_a_text_and_back(served: Served) -> None:
@@ -53,7 +53,7 @@ def test_keys_do_not_share_a_cache(own_server: Callable[..., Served]) -> None:
             "prompt_cache_key": json.dumps({"tell_salt": True}),
             "cache_salt": cache_salt,
         }
-        reply = httpx.post(
+        reply = http.post(
             f"{server.url}/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
         )
         return str(reply.json()["choices"][0]["message"]["content"])
