@@ -5,7 +5,8 @@
 It prints its port. `model` says what happens: `fine`, `full` (always 429), `busy` (429 every second time, but
 for the first two), `dies` (the process ends in the middle of its tenth answer), `garbage` (no JSON), `html`
 (no HTTP), `strict` (refuses fields that aren't OpenAI's), `silent` (no usage), `closes` (no keep-alive),
-`stalls` (from the seventh request on only those with the key `go` are answered).
+`drops` (closes after an answer without saying so, when the next request is out), `stalls` (from the seventh
+request on only those with the key `go` are answered).
 """
 
 import json
@@ -75,6 +76,10 @@ class Handler(BaseHTTPRequestHandler):
             self.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")
+        if kind == "drops":
+            # The next request is read, so that it was surely sent before the connection is gone.
+            self.rfile.readline()
+            self.close_connection = True
 
     def chunk(self, data: bytes) -> None:
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")

@@ -51,8 +51,11 @@ def test_a_server_that_is_fine(bench_server: Callable[[], str]) -> None:
         assert sum(record.counts) == record.answer == 5
 
 
-def test_connections_that_the_server_closes_are_made_again(bench_server: Callable[[], str]) -> None:
-    found = figures(measured(bench_server(), "closes").run, 1)
+@pytest.mark.parametrize("model", ["closes", "drops"])
+def test_connections_that_the_server_closes_are_made_again(
+    bench_server: Callable[[], str], model: str
+) -> None:
+    found = figures(measured(bench_server(), model).run, 1)
     assert (found["requests"], found["errors"]) == (12, {})
 
 

@@ -111,12 +111,14 @@ class Connection:
         self._now = now
         self._key = key
         self._protocol: _Protocol | None = None
+        self._used = False
 
     async def open(self) -> None:
         """Connect, if it isn't. Raises ConnectionFault."""
         if self._protocol is not None and self._protocol.open:
             return
         self.close()
+        self._used = False
         secure = ssl.create_default_context() if self._target.tls else None
         try:
             _, self._protocol = await asyncio.get_running_loop().create_connection(
@@ -128,7 +130,22 @@ class Connection:
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[float, Head]:
         """Send; the time right before it, and what the answer begins with. The connection must be open.
         Raises ConnectionFault.
+
+        Some servers close after an answer without saying so before, which may show only when the next request
+        is out: that one is sent again, over a new connection, and the time is that of the second sending.
         """
+        used, self._used = self._used, True
+        try:
+            return await self._send(method, path, body)
+        except ConnectionFault:
+            if not used:
+                raise
+        self.close()
+        await self.open()
+        self._used = True
+        return await self._send(method, path, body)
+
+    async def _send(self, method: str, path: str, body: bytes) -> tuple[float, Head]:
         protocol = self._protocol
         if protocol is None or protocol.transport is None:
             raise ConnectionFault("connect", "the connection is not open")
