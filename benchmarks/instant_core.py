@@ -22,6 +22,7 @@ from quickturn.engine.messages import (
     EngineStats,
     HoldSession,
     LoadProgress,
+    PromptScores,
     StepOutput,
     TokenOutput,
 )
@@ -70,7 +71,10 @@ class InstantCore:
         """None."""
         return []
 
-    def news(self) -> list[Admitted]:
+    def announce(self, tell: Callable[[Admitted], None]) -> None:
+        """Nobody waits for that here."""
+
+    def news(self) -> list[PromptScores]:
         """None."""
         return []
 

@@ -79,7 +79,8 @@ class EngineCore:
         self._slot_request = np.full(config.max_requests, -1, dtype=np.int64)
         self._in_flight: deque[InFlight] = deque()
         self._undelivered: list[TokenOutput] = []
-        self._news: list[PromptScores | Admitted] = []
+        self._news: list[PromptScores] = []
+        self._announce: Callable[[Admitted], None] = lambda _: None
         self._finished: Counter[str] = Counter()
         self._generated = 0
         self._settled = time.perf_counter()
@@ -180,7 +181,11 @@ class EngineCore:
         """The constraints that were asked for and are decided now."""
         return self._waiting.checked()
 
-    def news(self) -> list[PromptScores | Admitted]:
+    def announce(self, tell: Callable[[Admitted], None]) -> None:
+        """Have `tell` called when requests get a place, before the step that they first take part in."""
+        self._announce = tell
+
+    def news(self) -> list[PromptScores]:
         """What clients must hear before the outputs of the last step."""
         news, self._news = self._news, []
         return news
@@ -282,7 +287,7 @@ class EngineCore:
         ):
             self._admit(self._live[id], slot, cached, known)
         if len(admitted.ids):
-            self._news.append(Admitted(admitted.ids.tolist()))
+            self._announce(Admitted(admitted.ids.tolist()))
 
     def _launch(self, plan: control.StepPlan, groups: GroupCounts | None, outputs: list[TokenOutput]) -> None:
         moves = zip(plan.state_in, plan.state_out, plan.state_zero, strict=True)

@@ -71,7 +71,7 @@ class Leader:
         self._next = [Draft() for _ in range(self._mesh.dp)]
         self._busy = [False] * self._mesh.dp
         self._owed: list[TokenOutput] = []
-        self._news: list[PromptScores | Admitted] = []
+        self._announce: Callable[[Admitted], None] = lambda _: None
         try:
             self._start(config, progress or (lambda _: None))
         except BaseException:
@@ -163,10 +163,14 @@ class Leader:
         """The constraints that were asked for and are decided now."""
         return self._waiting.checked()
 
-    def news(self) -> list[PromptScores | Admitted]:
+    def announce(self, tell: Callable[[Admitted], None]) -> None:
+        """Have `tell` called when requests get a place."""
+        self._announce = tell
+        self._core.announce(tell)
+
+    def news(self) -> list[PromptScores]:
         """What clients must hear before the outputs of the last step."""
-        news, self._news = self._news + self._ranked.take_news(), []
-        return news
+        return self._core.news()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
@@ -238,7 +242,7 @@ class Leader:
             self._next[group].stops += report.stops
             self._busy[group] = report.busy
             if report.admitted:
-                self._news.append(Admitted(report.admitted))
+                self._announce(Admitted(report.admitted))
             if group and report.outputs:
                 said = decode_from_engine(report.outputs)
                 assert isinstance(said, StepOutput)

@@ -72,7 +72,10 @@ class Core(Protocol):
     def checked(self) -> list[ConstraintChecked]:
         """The constraints that were asked for and are decided now."""
 
-    def news(self) -> Sequence[PromptScores | Admitted]:
+    def announce(self, tell: Callable[[Admitted], None]) -> None:
+        """Have `tell` called when requests get a place."""
+
+    def news(self) -> Sequence[PromptScores]:
         """What is to be heard before the outputs of the last step."""
 
     def has_work(self) -> bool:
@@ -174,6 +177,7 @@ def serve(launch: Launch, socket: "zmq.Socket[bytes]") -> int:
             crew = gather(launch.config, launch.log_level)
             crew.on_stuck = partial(_end_stuck, loop)
         core = _build(launch, loop, crew)
+        core.announce(loop.send)
         loop.send(core.ready())
         gc.collect()
         gc.freeze()

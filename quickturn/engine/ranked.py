@@ -8,10 +8,8 @@ from quickturn.engine.core import EngineCore
 from quickturn.engine.lockstep import Batch, Go, Report
 from quickturn.engine.messages import (
     AddRequest,
-    Admitted,
     CancelRequest,
     HoldSession,
-    PromptScores,
     StepOutput,
     TokenOutput,
     decode_to_engine,
@@ -37,7 +35,9 @@ class RankedCore:
         self._steps = 0
         self._plan: control.StepPlan | None = None
         self._new: list[TokenOutput] = []
-        self._news: list[PromptScores | Admitted] = []
+        self._admitted: list[int] = []
+        if seat.rank:
+            core.announce(lambda admitted: self._admitted.extend(admitted.ids))
 
     def plan(self, batch: Batch) -> Report:
         """Tell the scheduler what happened and plan the next step."""
@@ -60,6 +60,7 @@ class RankedCore:
         outputs, self._new = self._new, []
         times, core.times = core.times, []
         stops, core.too_slow = core.too_slow, []
+        admitted, self._admitted = self._admitted, []
         return Report(
             0 if self._plan is None else self._plan.num_tokens,
             0 if self._plan is None else self._plan.num_samples,
@@ -69,16 +70,8 @@ class RankedCore:
             stops,
             core.has_work(),
             core.stats().values if batch.stats else {},
-            # The first rank tells its own clients itself.
-            [id for news in self.take_news() if isinstance(news, Admitted) for id in news.ids]
-            if self.seat.rank
-            else [],
+            admitted,
         )
-
-    def take_news(self) -> list[PromptScores | Admitted]:
-        """What clients must hear before the outputs of the steps so far."""
-        news, self._news = self._news, []
-        return news
 
     def run(self, go: Go) -> list[TokenOutput]:
         """Run what was planned; what is new stays for the next report, too. Raises RanksDiverged."""
@@ -95,7 +88,9 @@ class RankedCore:
                 tuple(max(1, count) for count in go.tokens), tuple(max(1, count) for count in go.samples)
             )
         outputs = self.core.run(self._plan, groups)
-        self._news += self.core.news()
+        if self.seat.rank:
+            # The first rank tells all there is to tell of prompts.
+            self.core.news()
         self._plan = None
         self._new = outputs
         return outputs

@@ -11,7 +11,6 @@ from driving import Checkpoints, Driver, assert_greedy, random_prompts
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from quickturn.engine.messages import PromptScores
 from quickturn.execution import scoring
 
 FAMILIES = ["llama", "gemma3", "gpt-oss", "qwen3-next", "qwen3.5"]
@@ -44,8 +43,6 @@ class Listener:
         answering = {id for id, answer in self.driver.answers.items() if answer.tokens or answer.finish}
         self.driver.step()
         for news in self.driver.core.news():
-            if not isinstance(news, PromptScores):
-                continue
             assert news.id not in answering, "the answer began before its prompt was scored"
             scores = self.scores.setdefault(news.id, Scores())
             count = len(news.logprobs) // 4

@@ -118,7 +118,10 @@ class FakeCore:
         checked, self._checked = self._checked, []
         return checked
 
-    def news(self) -> list[PromptScores | Admitted]:
+    def announce(self, tell: Callable[[Admitted], None]) -> None:
+        self.tell = tell
+
+    def news(self) -> list[PromptScores]:
         return []
 
     def has_work(self) -> bool:

@@ -14,7 +14,6 @@ from quickturn.engine.messages import (
     CancelRequest,
     EngineStats,
     LoadProgress,
-    PromptScores,
     StepOutput,
     TokenOutput,
 )
@@ -28,7 +27,6 @@ class PlacesCore(FakeCore):
         self._places = config.max_requests
         self._queue: deque[AddRequest] = deque()
         self._places_of: dict[int, tuple[AddRequest, int]] = {}
-        self._news: list[PromptScores | Admitted] = []
         self._dropped = 0
 
     def add(self, request: AddRequest) -> None:
@@ -40,10 +38,6 @@ class PlacesCore(FakeCore):
         for queued in waited:
             self._queue.remove(queued)
         self._places_of.pop(request.id, None)
-
-    def news(self) -> list[PromptScores | Admitted]:
-        news, self._news = self._news, []
-        return news
 
     def has_work(self) -> bool:
         return bool(self._places_of) or bool(self._queue and len(self._places_of) < self._places)
@@ -61,7 +55,7 @@ class PlacesCore(FakeCore):
         while self._queue and len(self._places_of) < self._places:
             request = self._queue.popleft()
             self._places_of[request.id] = request, 0
-            self._news.append(Admitted([request.id]))
+            self.tell(Admitted([request.id]))
         return StepOutput(outputs)
 
     def stats(self) -> EngineStats:
