@@ -131,6 +131,12 @@ def attention(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, **op
         torch.empty((2, heads, head_dim), dtype=dtype), *arguments, lens, 0.1, max_context_len=1024, **options
     )
     base = label
+    label = f"{base}: parts"
+    if not options:
+        mine = kernels.partial_attention_decode(
+            torch.empty((2, heads, head_dim), dtype=dtype), *arguments, lens, 0.1, max_context_len=1024
+        )
+        kernels.merge_attention(mine.expand(4, -1, -1, -1).contiguous(), torch.zeros(heads), dtype)
     for tokens, bound in ((1024, 512), (8, 65536)):
         label = f"{base}: {'prefill' if tokens > 8 else 'drafts'}"
         starts = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)

@@ -48,7 +48,7 @@ def compiled(plan: str) -> list[dict[str, Any]]:
                 "gated_norm_kernel",
             },
         ),
-        ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel"}),
+        ("attention", {"decode_kernel", "prefill_kernel", "combine_kernel", "merge_kernel"}),
         (
             "fp8",
             {
