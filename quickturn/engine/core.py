@@ -95,6 +95,7 @@ class EngineCore:
         self._constrained = 0
         self.last_step = LastStep()
         self._alone = seat.mesh.world == 1
+        self._groups = seat.mesh.dp > 1
         self.digest = 0
         """Of all that was planned and sampled so far; not kept by a rank alone."""
         self.times: list[tuple[int, float]] = []
@@ -121,10 +122,8 @@ class EngineCore:
                 self.reject(request.id, outcome)
                 return
             row = ConstrainedRow(sampling.constraint, outcome)
-        if sampling.prompt_logprobs is not None and not self._alone:
-            self.reject(
-                request.id, "log-probabilities of a prompt's tokens can't be had from several ranks yet"
-            )
+        if sampling.prompt_logprobs is not None and self._groups:
+            self.reject(request.id, "log-probabilities of a prompt's tokens can't be had with --dp yet")
             return
         tokens = array("i")
         tokens.frombytes(request.tokens)
