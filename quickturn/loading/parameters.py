@@ -22,7 +22,7 @@ from quickturn.loading.fp8 import Fp8Source
 from quickturn.loading.source import TensorSource
 from quickturn.parallel.placement import Replicate
 from quickturn.parallel.shards import Place, local_weights
-from quickturn.parallel.weights import Share, WeightSpec, stored_shape
+from quickturn.parallel.weights import Segment, Share, WeightSpec, stored_shape
 
 Progress = Callable[[int, int], None]
 """Called with (elements loaded, elements in all) as loading goes on, from any thread, one call at a time."""
@@ -32,6 +32,9 @@ Loaded = tuple[torch.Tensor | LinearWeight, torch.Tensor | None]
 
 WORKERS = min(4, os.cpu_count() or 1)
 """Parameters in work at a time: reading, dequantising and laying out overlap."""
+
+GROUP = 32
+"""Columns that share a scale in the int8 and int4 of `quickturn_kernels`."""
 
 _NAMED = 5
 _BUFFERS = (".rotary_emb.inv_freq",)
@@ -186,6 +189,8 @@ def _format(
     """How the kernels keep a matrix; fused tensors that are stored unlike each other are dequantised."""
     if spec.columns is None:
         return None
+    if quantization != "fp8" and any(_splits_groups(segment) for segment in spec.segments):
+        return None
     if quantization == "stored":
         kept = {source.stored_bits(segment.tensor) for segment in spec.segments}
         return kept.pop() if len(kept) == 1 else None
@@ -193,6 +198,12 @@ def _format(
         # As published checkpoints do: neither the head nor routers, which are small and decide much.
         return None if spec.axis == "vocab" or spec.placement == Replicate() else "fp8"
     return quantization if quantization in ("int8", "int4") else None
+
+
+def _splits_groups(segment: Segment) -> bool:
+    """Whether a rank's columns begin or end within a group that shares its scale."""
+    columns = None if segment.share is None else segment.share.columns
+    return columns is not None and any(column % GROUP for column in columns)
 
 
 def _some(items: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from families import write
 from gguf_files import Sizes, random_tensors, write_gguf
-from quickturn_kernels import LinearWeight
+from quickturn_kernels import LinearWeight, prepare_linear
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_fp8 import floats
@@ -39,6 +39,14 @@ from quickturn.parallel.weights import Cut, Segment, Share, WeightSpec, narrowed
 
 CPU = torch.device("cpu")
 Loaded = dict[str, torch.Tensor]
+
+
+def can_quantize() -> bool:
+    try:
+        prepare_linear(torch.zeros(32, 32), quantize="int8")
+    except LookupError:
+        return False
+    return True
 
 
 def plain(parameters: dict[str, torch.Tensor | LinearWeight]) -> Loaded:
@@ -143,6 +151,27 @@ def test_gguf(tmp_path: Path, family: str, kind: str) -> None:
     source = GgufSource(path)
     for mesh in (make_mesh(tp=2), make_mesh(tp=8)):
         check_shares(architecture_of(source.config), source, mesh)
+
+
+@pytest.mark.skipif(not can_quantize(), reason="no integer products on this machine")
+def test_gguf_kept_as_stored(tmp_path: Path) -> None:
+    """What is split within a group of 32 columns becomes floats: 288 inner features, by two or four."""
+    sizes = Sizes(intermediate=288, layers=1)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", sizes, random_tensors(sizes, "llama"), gguf.GGMLQuantizationType.Q8_0)
+    source = GgufSource(path)
+    specs = architecture_of(source.config).weights()
+    down = "model.layers.0.mlp.down_proj.weight"
+    for ranks in (1, 2, 4):
+        for rank in range(ranks):
+            place = Place(make_mesh(tp=ranks), rank)
+            kept = load_parameters(specs, source, torch.bfloat16, CPU, None, "stored", place)
+            o_proj, down_proj = kept["model.layers.0.self_attn.o_proj.weight"], kept[down]
+            assert isinstance(o_proj, LinearWeight)
+            assert isinstance(down_proj, LinearWeight)
+            assert "int8" in o_proj.layout
+            assert ("int8" in down_proj.layout) == (ranks == 1)
+            assert down_proj.shape == (256, 288 // ranks)
 
 
 @pytest.mark.parametrize("form", ["blocks", "channel", "tensor"])
