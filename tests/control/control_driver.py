@@ -125,6 +125,7 @@ class Driver:
                         cache_salt=salt,
                         boundaries=[7] if track.id % 5 == 0 else [],
                         retention=0.5 if track.id % 7 == 0 else 0.0,
+                        fresh=track.id % 9 == 0,
                     )
                 )
         except ValueError as refused:
