@@ -2,6 +2,8 @@
 through the parser reads as a valid call.
 """
 
+# ruff: noqa: RUF001  (the vertical lines of DeepSeek's tokens are full-width)
+
 import json
 import random
 from typing import Any
@@ -20,6 +22,7 @@ from quickturn.text.structured.tool_grammar import NoGrammar
 from quickturn.text.tools import Tool, call_is_valid
 
 xgrammar = pytest.importorskip("xgrammar")
+jsonschema = pytest.importorskip("jsonschema")
 
 END = 256
 STRICT = Tool("shell", {**SHELL.parameters, "additionalProperties": False}, strict=True)
@@ -28,10 +31,9 @@ CASES = [
     (case, with_tokens)
     for case in (*WRITERS, "gpt_oss")
     for with_tokens in (True, False)
-    if case not in ("pythonic", "deepseek_v32")
-    and (case, with_tokens) not in (("mistral", False), ("mistral list", True), ("gpt_oss", False))
+    if (case, with_tokens) not in (("mistral", False), ("mistral list", True), ("gpt_oss", False))
 ]
-IN_TEXT = [case for case in CASES if case[0] not in ("llama3_json", "gpt_oss")]
+IN_TEXT = [case for case in CASES if case[0] not in ("llama3_json", "pythonic", "gpt_oss")]
 
 
 def chosen(case: str, with_tokens: bool) -> AnswerMarkup:
@@ -97,19 +99,19 @@ def test_whatever_is_drawn_is_a_valid_call(case: str) -> None:
     tools = (Tool("shell", {**STRICT.parameters, "properties": flat}, strict=True), TOOLS[1])
     constraint = constraint_of(chosen(case, True), tools=tools, must_call=True, single_call=True)
     for _ in range(6):
-        tokens = _draw(row(constraint, True), rng)
+        tokens = _draw(case, row(constraint, True), rng)
         said, _ = read(case, [[token] for token in tokens], tools=tools)
         assert said.finish == "tool_calls", tokenizer().decode(tokens, skip_special=False)
         ((name, arguments),) = said.calls
         assert call_is_valid(tools, name, json.loads(arguments)), (name, arguments)
 
 
-def _draw(state: ConstrainedRow, rng: random.Random) -> list[int]:
+def _draw(case: str, state: ConstrainedRow, rng: random.Random) -> list[int]:
     """A walk over allowed tokens that prefers printable ones, and closes what it can after a while."""
     size = tokenizer().backend.get_vocab_size()
     mask = xgrammar.allocate_token_bitmask(1, size)
     tokens: list[int] = []
-    closers = {END, *b'"]}<>/0'}
+    closers = {END, *b"\"]}<>/0')"}
     while True:
         mask.fill_(-1)
         state.fill(mask, 0)
@@ -121,7 +123,7 @@ def _draw(state: ConstrainedRow, rng: random.Random) -> list[int]:
         assert allowed, f"a dead end behind {tokenizer().decode(tokens, skip_special=False)!r}"
         ways_out = [t for t in allowed if t in closers or t > 256]
         eager = rng.random() < (0.2 if len(tokens) < 60 else 0.9)
-        begun = [t for t in (_next_of_tag(bytes(t for t in tokens[-16:] if t < 256)),) if t in allowed]
+        begun = [t for t in (_next_of_tag(case, tokens[-16:]),) if t in allowed]
         token = rng.choice((begun or ways_out or allowed) if eager else allowed)
         assert state.accept(token)
         if token == END:
@@ -130,12 +132,14 @@ def _draw(state: ConstrainedRow, rng: random.Random) -> list[int]:
         assert len(tokens) < 20_000
 
 
-def _next_of_tag(tail: bytes) -> int:
-    """The byte that goes on with a closing tag that `tail` has begun; 0 for none."""
-    for tag in (b"</parameter>", b"</arg_value>", b"</think>"):
-        for length in range(len(tag) - 1, 0, -1):
-            if tail.endswith(tag[:length]):
-                return tag[length]
+def _next_of_tag(case: str, tail: list[int]) -> int:
+    """The token that goes on with a closing tag that `tail` has begun; 0 for none."""
+    dsml = tokenizer().encode("</｜DSML｜parameter>", add_special=False)
+    plain = [list(tag.encode()) for tag in ("</parameter>", "</arg_value>", "</think>")]
+    for ids in [dsml] if case == "deepseek_v32" else plain:
+        for length in range(len(ids) - 1, 0, -1):
+            if tail[-length:] == ids[:length]:
+                return ids[length]
     return 0
 
 
@@ -177,10 +181,10 @@ def test_nothing_is_constrained_that_need_not_be() -> None:
     assert helpful_constraint(chosen("hermes", False), thinking=False) is None
 
 
-@pytest.mark.parametrize("case", ["pythonic", "deepseek_v32"])
-def test_formats_without_a_grammar_say_so(case: str) -> None:
-    with pytest.raises(NoGrammar, match="tool_choice 'auto'"):
-        constraint_of(chosen(case, True), tools=TOOLS, must_call=True)
+@pytest.mark.parametrize("case", ["pythonic", "llama3_json"])
+def test_strict_tools_need_calls_that_begin_with_something(case: str) -> None:
+    with pytest.raises(NoGrammar, match="tool_choice 'required'"):
+        constraint_of(chosen(case, True), tools=TOOLS)
 
 
 def test_a_strict_tool_with_a_schema_that_can_not_be_followed() -> None:
@@ -189,3 +193,53 @@ def test_a_strict_tool_with_a_schema_that_can_not_be_followed() -> None:
         constraint_of(chosen("hermes", True), tools=(Tool("t", schema, strict=True),))
     relaxed = constraint_of(chosen("hermes", True), tools=(Tool("t", schema),), must_call=True)
     assert takes(relaxed, write("hermes", ("", "", [Call("t", {"a": [1]})])), True)
+
+
+ODD = {
+    "type": "object",
+    "properties": {
+        "word": {"enum": ["it's", 'say "u"', "a\\b"]},
+        "either": {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "integer"}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+        "deep": {"type": "object", "properties": {"none": {"type": "null"}}, "required": ["none"]},
+        "yes": {"type": "boolean"},
+        "free": {},
+        "short": {"type": "string", "minLength": 1, "maxLength": 4},
+        "x-y.z": {"type": "number", "minimum": 0, "maximum": 9},
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("case", ["pythonic", "deepseek_v32"])
+@pytest.mark.parametrize("required", [[], ["deep", "word"], list(ODD["properties"])])
+def test_arguments_of_every_type_come_back_as_the_schema_wants_them(case: str, required: list[str]) -> None:
+    """Strings with quotes, values that are a string or not, words of JSON within lists, no required ones."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    tool = Tool("odd", {**ODD, "required": required}, strict=True)
+    constraint = constraint_of(chosen(case, True), tools=(tool,), must_call=True, single_call=True)
+    seen: set[str] = set()
+    for _ in range(8):
+        tokens = _draw(case, row(constraint, True), rng)
+        said, _ = read(case, [[token] for token in tokens], tools=(tool,))
+        written = tokenizer().decode(tokens, skip_special=False)
+        assert said.finish == "tool_calls", written
+        ((name, arguments),) = said.calls
+        assert name == "odd"
+        value = json.loads(arguments)
+        jsonschema.Draft202012Validator(tool.parameters).validate(value)
+        seen |= set(value)
+    assert seen >= set(required)
+
+
+@pytest.mark.parametrize("case", ["pythonic", "deepseek_v32", "glm45"])
+def test_names_and_schemas_that_the_markup_can_not_say(case: str) -> None:
+    name = {"type": "object", "properties": {"a=<b>": {"type": "integer"}}, "required": ["a=<b>"]}
+    choice = {"type": "object", "anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    for schema, keyword in ((name, "properties"), (choice, "anyOf")):
+        with pytest.raises(BadSchema) as caught:
+            constraint_of(chosen(case, True), tools=(Tool("t", schema, strict=True),), must_call=True)
+        assert caught.value.keyword == keyword
+        assert constraint_of(chosen(case, True), tools=(Tool("t", schema),), must_call=True) is not None

@@ -176,6 +176,14 @@ class ArgumentWriter:
         """
         self._output.arguments(typed_json(self.alphabet.read(text, True), argument_types(self._tool, key)))
 
+    def json_value(self, key: str, text: str) -> None:
+        """A whole value that the model said is JSON; taken as one of any type where it isn't."""
+        text = self.alphabet.read(text, True)
+        if is_json(text):
+            self._output.arguments(text.strip())
+        else:
+            self.value(key, text)
+
     def end(self) -> None:
         """All arguments are there."""
         if self._count:
@@ -194,6 +202,15 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return _quoted(text)
     return _quoted(text) if isinstance(value, str) or not value_fits(value, types) else bare
+
+
+def is_json(text: str) -> bool:
+    """Whether `text` is a JSON value."""
+    try:
+        json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _no_number(word: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from quickturn.text.parsing.alphabet import Alphabet
 from quickturn.text.structured import formats
 from quickturn.text.structured.formats import Format
+from quickturn.text.structured.python_grammar import python_call
 from quickturn.text.structured.schema import BadSchema
-from quickturn.text.structured.tag_grammar import KEY, tagged_arguments
+from quickturn.text.structured.tag_grammar import KEY, dsml_arguments, tagged_arguments
 from quickturn.text.tools import Tool
 
 ANY_OBJECT = {"type": "object"}
@@ -77,6 +78,16 @@ _MARKUP: dict[str, CallMarkup] = {
         style="minimax_xml",
         lead="\n",
     ),
+    "deepseek_v32": CallMarkup(
+        "<｜DSML｜function_calls>",
+        '\n<｜DSML｜invoke name="',
+        '">',
+        "\n</｜DSML｜invoke>",
+        "\n</｜DSML｜function_calls>",
+        many=True,
+        style="dsml",
+    ),
+    "pythonic": CallMarkup("[", "", "", "", "]", many=True, separator=", ", style="python"),
     "glm45": CallMarkup("<tool_call>", "", "", "\n", "</tool_call>", style="glm_xml", lead="\n"),
     "mistral": CallMarkup("[TOOL_CALLS]", "", "[ARGS]", "", "", gap=""),
     "mistral list": CallMarkup(
@@ -106,9 +117,7 @@ class ToolGrammar:
         if name == "mistral" and "[ARGS]" not in alphabet.chars:
             name = "mistral list"
         if name not in _MARKUP:
-            raise NoGrammar(
-                f"calls in this model's format ({name}) can't be forced yet; use tool_choice 'auto'"
-            )
+            raise NoGrammar(f"calls in this model's format ({name}) can't be forced; use tool_choice 'auto'")
         return ToolGrammar(_MARKUP[name], alphabet, name in _NUMBERED)
 
     def calls(self, tools: Sequence[Tool], single: bool) -> Format:
@@ -129,9 +138,12 @@ class ToolGrammar:
         any object for its arguments. Raises NoGrammar for calls that begin with nothing of their own.
         """
         m = self.markup
-        if not m.open:
+        if not m.open or m.style == "python":
             raise NoGrammar("strict tools need tool_choice 'required' with this model's format")
         opener, *rest = self._literal(m.open)
+        if rest and opener["type"] != "token" and rest[0]["type"] == "token":
+            # What stands before the token is no sign by itself.
+            opener, *rest = rest
         body = self._body(tools)
         if m.many:
             more = formats.sequence(*self._literal(m.separator), body)
@@ -152,6 +164,8 @@ class ToolGrammar:
 
     def _call(self, tool: Tool | None) -> Format:
         m = self.markup
+        if tool is not None and m.style == "python":
+            return python_call(tool)
         if tool is None:
             elements = [*self._literal(m.before), formats.regex(_ANY_NAME)]
         else:
@@ -165,6 +179,8 @@ class ToolGrammar:
         elif m.style == "glm_xml" and KEY in self.alphabet.chars:
             # The compiler's own style would let the tags be spelled by other tokens, which are text.
             elements += tagged_arguments(tool, self.alphabet)
+        elif m.style == "dsml":
+            elements += dsml_arguments(tool, self.alphabet)
         elif m.style == "json" or takes_arguments(tool):
             elements += [*self._literal(m.lead), arguments_of(tool, m.style)]
         elements += self._literal(m.after)

@@ -38,9 +38,11 @@ def _parameters(parsing: Parsing, prefix: str, writer: ArgumentWriter) -> Steps[
             yield from reader.accept(spell(f"</{prefix}invoke>"))
             break
         head, _ = yield from reader.take_until((">",))
-        is_string = 'string="true"' in head
-        end = spell(f"</{prefix}parameter>")
-        found = yield from read_parameter(parsing, writer, _name(head), (end,), is_string=is_string)
+        end = (spell(f"</{prefix}parameter>"),)
+        is_string, is_json = (f'string="{said}"' in head for said in ("true", "false"))
+        found = yield from read_parameter(
+            parsing, writer, _name(head), end, is_string=is_string, is_json=is_json
+        )
         if not found:
             break
     if reader.ended != "length":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from quickturn.text.parsing.formats import Parsing
+from quickturn.text.parsing.json_stream import take_value
 from quickturn.text.parsing.output import ArgumentWriter
 from quickturn.text.parsing.reader import Steps
 
@@ -14,6 +15,7 @@ def read_parameter(
     ends: Sequence[str],
     *,
     is_string: bool = False,
+    is_json: bool = False,
     trim: bool = False,
 ) -> Steps[str]:
     """Read the value of `key` up to the first of `ends`, and return which it was. `trim`: one line break at
@@ -22,7 +24,7 @@ def read_parameter(
     A value that the answer's length limit cut stays open, so that nobody takes it for a whole one.
 
     Values that can only be strings (or are said to be: `is_string`) are streamed; of others the schema says
-    what they are.
+    what they are, unless the model said that they are JSON (`is_json`).
     """
     writer.key(key)
     if is_string or writer.is_string(key):
@@ -32,8 +34,14 @@ def read_parameter(
         if found or parsing.reader.ended == "stop":
             writer.end_string()
         return found
+    # A string within JSON may hold the end of the markup.
+    has_strings = is_json and (yield from parsing.reader.peek()) in ("{", "[", '"')
+    begun = (yield from take_value(parsing.reader)) if has_strings else ""
     text, found = yield from parsing.reader.take_until(ends)
-    writer.value(key, text.removeprefix("\n").removesuffix("\n") if trim else text)
+    if is_json:
+        writer.json_value(key, begun + text)
+    else:
+        writer.value(key, text.removeprefix("\n").removesuffix("\n") if trim else text)
     return found
 
 

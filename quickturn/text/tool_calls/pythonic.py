@@ -2,12 +2,14 @@
 
 import ast
 import json
+import re
 
 from quickturn.text.parsing.formats import Parsing, ToolFormat
-from quickturn.text.parsing.output import ArgumentWriter
+from quickturn.text.parsing.output import ArgumentWriter, is_json
 from quickturn.text.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<|python_start|>", "<|python_end|>"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PAIRS = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -49,7 +51,7 @@ def _arguments(parsing: Parsing, name: str) -> Steps[None]:
             return
         text = yield from _expression(reader)
         writer.key(key.strip())
-        parsing.out.arguments(_json_of(text))
+        parsing.out.arguments(_json_of(parsing.out.alphabet.read(text, True)))
     writer.end()
 
 
@@ -76,15 +78,16 @@ def _expression(reader: Reader) -> Steps[str]:
 
 
 def _json_of(text: str) -> str:
-    """JSON for a Python literal; JSON's own words are understood, anything else is a string."""
+    """JSON for a Python literal; what is JSON stays as it is, and anything else is a string."""
     text = text.strip()
-    words = {"true": "true", "false": "false", "null": "null"}
-    if text in words:
-        return words[text]
+    if is_json(text):
+        return text
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        value = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+    # Half of a surrogate pair is a character in Python, but no text.
+    return value if value.isascii() or not _SURROGATE.search(value) else json.dumps(text, ensure_ascii=False)
 
 
 def _section(parsing: Parsing, opener: str) -> Steps[None]:
