@@ -94,17 +94,46 @@ class BodyWriter:
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """Uvicorn's protocol for HTTP/1.1 with a `BodyWriter` for each request."""
+    """Uvicorn's protocol for HTTP/1.1 with a `BodyWriter` for each request, and with a bound on the time that
+    the head of one takes: a connection that says nothing, or never comes to the point, is closed.
+    """
 
+    head_seconds = 60.0
     writer: BodyWriter | None = None
     """Of the response that is being written: a connection has one at a time."""
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        """A request's first bytes came."""
+        super().on_message_begin()
+        if self._head_due is None:
+            self._expect_head()
 
     def on_headers_complete(self) -> None:
         """The request's scope is there."""
+        self._forget_head()
         super().on_headers_complete()
         # The application starts in a turn of its own, behind this one.
         extensions: dict[str, Any] = {_EXTENSION: BodyWriter(self, self.cycle)}
         self.scope["extensions"] = extensions
+
+    def _expect_head(self) -> None:
+        self._head_due = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
 
     def pause_writing(self) -> None:
         """The transport holds more than it should."""

@@ -72,8 +72,8 @@ class Answer:
 
 
 @asynccontextmanager
-async def connected(answer: Answer, server: str) -> AsyncIterator[socket.socket]:
-    """A connection to a server that answers whatever is asked with `answer`; the question is sent."""
+async def connected(answer: Answer, server: str, ask: bool = True) -> AsyncIterator[socket.socket]:
+    """A connection to a server that answers all questions with `answer`; one is sent if `ask`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await EventStream(answer, answer, 60.0)(scope, receive, send)
@@ -92,7 +92,8 @@ async def connected(answer: Answer, server: str) -> AsyncIterator[socket.socket]
             await asyncio.sleep(0.01)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, listening.getsockname())
-        await loop.sock_sendall(client, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+        if ask:
+            await loop.sock_sendall(client, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
         yield client
     finally:
         client.close()
@@ -160,6 +161,46 @@ async def test_an_error_on_the_way_is_the_last_event(server: str) -> None:
     assert events[:2] == [b"data: begin", b"data: 1"]
     assert json.loads(events[2].removeprefix(b"data: "))["error"]["message"] == "it went wrong"
     assert events[3:] == [b""]
+
+
+class Watched(DirectProtocol):
+    made: list["Watched"] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.made.append(self)
+
+
+HALF_A_HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nA:"
+
+
+@pytest.mark.parametrize(("asked_before", "said"), [(False, b""), (False, HALF_A_HEAD), (True, HALF_A_HEAD)])
+async def test_a_head_that_never_ends_ends_the_connection(
+    asked_before: bool, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SERVERS, "direct", Watched)
+    if not asked_before:
+        monkeypatch.setattr(Watched, "head_seconds", 0.1)
+    async with connected(Answer([]), "direct", ask=asked_before) as client:
+        loop = asyncio.get_running_loop()
+        if asked_before:
+            await body_of(client)
+            monkeypatch.setattr(Watched, "head_seconds", 0.1)
+        try:
+            await loop.sock_sendall(client, said)
+            assert await asyncio.wait_for(loop.sock_recv(client, 1), LIMIT_S) == b""
+        except ConnectionError:
+            pass  # Closed before all was said.
+
+
+async def test_a_head_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SERVERS, "direct", Watched)
+    monkeypatch.setattr(Watched, "made", [])
+    answer = Answer([b"data: 1\n\n"])
+    answer.hold()
+    async with connected(answer, "direct") as client:
+        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), LIMIT_S)
+        assert [protocol._head_due for protocol in Watched.made] == [None]
 
 
 def test_a_frame_is_what_it_was_made_by() -> None:
