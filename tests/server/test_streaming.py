@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import uvicorn
@@ -164,7 +164,7 @@ async def test_an_error_on_the_way_is_the_last_event(server: str) -> None:
 
 
 class Watched(DirectProtocol):
-    made: list["Watched"] = []
+    made: ClassVar[list["Watched"]] = []
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
