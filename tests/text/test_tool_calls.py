@@ -119,6 +119,23 @@ def test_a_real_call_at_the_end_of_thinking_is_one() -> None:
     assert said("hermes", "I list them.\n" + CALL, thinking=True) == whole
 
 
+def test_two_real_calls_at_the_end_of_thinking_are_two() -> None:
+    """One behind the other; a complete one that is mere prose, with text behind it, isn't among them."""
+    ping = '<tool_call>{"name": "ping"}</tool_call>'
+    whole = said("hermes", f"<think>As in {CALL}: so\n{ping}\n{CALL}\n")
+    assert whole.calls == (("ping", "{}"), ("shell", '{"command": "ls"}'))
+    assert (whole.reasoning, whole.finish) == (f"As in {CALL}: so", "tool_calls")
+    section = "<｜tool▁calls▁begin｜>" + "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+        for name, arguments in (("ping", "{}"), ("shell", '{"command": "ls"}'))
+    )
+    both = said("deepseek_v31", f"<think>hm {section}<｜tool▁calls▁end｜>")
+    assert (both.reasoning.strip(), both.calls) == ("hm", whole.calls)
+    bad = CALL.replace('"ls"', "7")
+    assert said("hermes", f"<think>{bad}{CALL}").calls == (("shell", '{"command": "ls"}'),)
+    assert said("hermes", f"<think>{CALL}{bad}").calls == ()
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,10 +1,12 @@
 """The grammar of most models' answers: thinking, text and sections of calls, in any order."""
 
+from collections.abc import Mapping
+
 from quickturn.text.parsing.events import ToolArgumentsDelta, ToolCallStart
 from quickturn.text.parsing.formats import Parsing, ReasoningFormat, ToolFormat
 from quickturn.text.parsing.json_stream import loads
 from quickturn.text.parsing.output import Output
-from quickturn.text.parsing.reader import Steps
+from quickturn.text.parsing.reader import Reader, Steps
 from quickturn.text.tools import call_is_valid
 
 
@@ -64,17 +66,20 @@ def _thought(parsing: Parsing, tools: ToolFormat | None, reasoning: ReasoningFor
         found = yield from parsing.reader.until((close, *openers), parsing.out.reasoning)
         is_call = found in openers
         if tools is not None and is_call:
-            is_call = yield from _call_in_thought(parsing, tools, found, openers[found])
+            is_call = yield from _calls_in_thought(parsing, tools, found, openers)
             if not is_call:
                 continue
         parsing.out.end_reasoning()
         return
 
 
-def _call_in_thought(parsing: Parsing, tools: ToolFormat, spelled: str, opener: str) -> Steps[bool]:
-    """Whether thinking ends here with one complete call that its tool accepts; else `opener` was prose.
+def _calls_in_thought(
+    parsing: Parsing, tools: ToolFormat, spelled: str, openers: Mapping[str, str]
+) -> Steps[bool]:
+    """Whether thinking ends here with complete calls that their tools accept; else the opener `spelled` was
+    prose.
 
-    A model that stops right behind such a call, without having closed its thinking, meant it.
+    A model that stops right behind such calls, without having closed its thinking, meant them.
     """
     reader, out = parsing.reader, parsing.out
     trial = Output(out.alphabet, tuple(out.tools.values()), out.new_id)
@@ -82,10 +87,13 @@ def _call_in_thought(parsing: Parsing, tools: ToolFormat, spelled: str, opener: 
     yield from reader.skip()
     first = yield from reader.peek()
     if first and (tools.first is None or first in tools.first):
-        yield from tools.section(parsing.on(trial), opener)
-        yield from reader.skip()
+        found = spelled
+        while found:
+            yield from tools.section(parsing.on(trial), openers[found])
+            yield from reader.skip()
+            found = yield from _accepted(reader, openers)
         at_end = not (yield from reader.peek())
-        if at_end and reader.ended == "stop" and _is_one_call(trial):
+        if at_end and reader.ended == "stop" and _are_calls(trial):
             reader.recorded()
             out.end_reasoning()
             out.adopt(trial)
@@ -96,11 +104,27 @@ def _call_in_thought(parsing: Parsing, tools: ToolFormat, spelled: str, opener: 
     return False
 
 
-def _is_one_call(trial: Output) -> bool:
+def _accepted(reader: Reader, openers: Mapping[str, str]) -> Steps[str]:
+    """The opener that comes next, consumed; '' for none."""
+    for spelled in openers:
+        if (yield from reader.accept(spelled)):
+            return spelled
+    return ""
+
+
+def _are_calls(trial: Output) -> bool:
     trial.end_call()
-    events = trial.peek()
-    starts = [event for event in events if isinstance(event, ToolCallStart)]
-    texts = [event.text for event in events if isinstance(event, ToolArgumentsDelta)]
-    if len(starts) != 1 or trial.wrote_text:
-        return False
-    return call_is_valid(tuple(trial.tools.values()), starts[0].name, loads("".join(texts)))
+    names: list[str] = []
+    texts: list[str] = []
+    for event in trial.peek():
+        if isinstance(event, ToolCallStart):
+            names.append(event.name)
+            texts.append("")
+        elif isinstance(event, ToolArgumentsDelta):
+            texts[-1] += event.text
+    tools = tuple(trial.tools.values())
+    return (
+        bool(names)
+        and not trial.wrote_text
+        and all(call_is_valid(tools, name, loads(text)) for name, text in zip(names, texts, strict=True))
+    )
