@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from places_core import ENDLESS
-from servers import Served, start_server, stop_server
+from servers import Served, http, start_server, stop_server
 
 from quickturn.server.errors import ApiError
 from quickturn.server.metrics import AnswerFigures
@@ -44,7 +44,7 @@ def crowded(tiny_model: Path) -> Iterator[Make]:
             servers.append(server)
             if taken:
                 body = {"prompt": "x", "stream": True, "priority": ENDLESS, "max_tokens": 4000}
-                stream = stack.enter_context(httpx.stream("POST", f"{server.url}/completions", json=body))
+                stream = stack.enter_context(http.stream("POST", f"{server.url}/completions", json=body))
                 assert stream.status_code == 200
             return server
 
@@ -58,7 +58,7 @@ def test_every_api_turns_away_in_its_own_words(crowded: Make, stream: bool) -> N
     """The status comes before any header of a stream."""
     server = crowded(seconds=0.2)
     for path, body in ENDPOINTS.items():
-        answer = httpx.post(server.root + path, json={**body, "stream": stream})
+        answer = http.post(server.root + path, json={**body, "stream": stream})
         assert answer.status_code == 429, path
         assert int(answer.headers["retry-after"]) >= 1
         error = answer.json()["error"]
@@ -126,9 +126,9 @@ def test_who_waits_gets_the_place_that_comes_free(crowded: Make) -> None:
 
 def test_without_a_promise_responses_begin_at_once(crowded: Make) -> None:
     server = crowded(promise=0.0)
-    with httpx.stream("POST", f"{server.url}/completions", json={"prompt": "x", "stream": True}) as stream:
+    with http.stream("POST", f"{server.url}/completions", json={"prompt": "x", "stream": True}) as stream:
         assert stream.status_code == 200
-        assert server.stats()["quickturn_engine_queued"] == 1
+        server.wait_for(lambda stats: stats["quickturn_engine_queued"] == 1)
 
 
 @dataclass
