@@ -151,22 +151,39 @@ _LOOSE_CHARACTER = r"([^\"\\\r\n])"
 _JSON_CHARACTER = r'([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt])'
 
 
+_DIGITS = (
+    ("[1-9] [0-9]*", "[1-9] [0-9]{0, 18}"),
+    ('("." basic_number_digits{1, -1})', '("." basic_number_digits{1, 17})'),
+    ("basic_number_4 basic_number_digits{1, -1}", "basic_number_4 basic_number_digits{1, 3}"),
+)
+"""A number that the schema doesn't bound has digits without end, and a model that has begun to write them may
+not find one: as many as 64 bits hold are enough.
+"""
+_NUMBER_RULES = re.compile(r"^basic_(?:integer|number_[235]) ::=.*$", re.MULTILINE)
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 
 
 def grammar_of(source: str) -> "Grammar":
     """The grammar of a structural tag. Strings of bounded length get JSON's own characters: xgrammar (0.2.9)
-    lets control characters into them, and no escapes.
+    lets control characters into them, and no escapes. Numbers have an end.
     """
     import xgrammar
 
     grammar = xgrammar.Grammar.from_structural_tag(source)
     text = str(grammar)
-    if _LOOSE_CHARACTER not in text:
+    bounded = _NUMBER_RULES.sub(lambda rule: _with_few_digits(rule[0]), text)
+    if bounded == text and _LOOSE_CHARACTER not in text:
         return grammar
+    text = bounded
     # It also prints characters as '\\xdf', and reads a letter that follows as a third digit.
     text = _SHORT_ESCAPE.sub(r"\1\\u00\2", text.replace(_LOOSE_CHARACTER, _JSON_CHARACTER))
     return xgrammar.Grammar.from_ebnf(text)
+
+
+def _with_few_digits(rule: str) -> str:
+    for endless, bounded in _DIGITS:
+        rule = rule.replace(endless, bounded)
+    return rule
 
 
 def tokenizer_info(model: str, vocab_size: int, stop_ids: Sequence[int]) -> "TokenizerInfo":

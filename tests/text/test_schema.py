@@ -99,6 +99,27 @@ def test_rewritten_schemas(compiler: Any, schema: dict[str, Any], good: str, bad
     assert not (matcher.accept_string(bad) and matcher.accept_token(EOS))
 
 
+def test_numbers_without_bounds_have_an_end(compiler: Any) -> None:
+    """As many digits as 64 bits need; a schema's own bounds and patterns may ask for more."""
+
+    def accepts(schema: dict[str, Any], text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled(compiler, schema))
+        return bool(matcher.accept_string(text) and matcher.accept_token(EOS))
+
+    for good in ("0", "-9223372036854775808", "18446744073"):
+        assert accepts({"type": "integer"}, good)
+        assert accepts({"type": "number"}, good + ".25e-10")
+        assert accepts({"type": "object"}, f'{{"a": [{good}]}}')
+    for kind, bad in (
+        ("integer", "1" * 30),
+        ("number", "1" * 30),
+        ("number", f"0.{'3' * 30}"),
+        ("number", "1e12345"),
+    ):
+        assert not accepts({"type": kind}, bad)
+    assert accepts({"type": "string", "pattern": "^[0-9]+$"}, f'"{"1" * 30}"')
+
+
 def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     """The 2020-12 form of the one older schema among the fixed ones."""
     if isinstance(schema.get("items"), list):
