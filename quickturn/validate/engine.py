@@ -39,8 +39,12 @@ class Engine:
         """The answers to prompts that are all added at once. Raises RuntimeError for one that ends in an
         error.
         """
+        return self.ask_each([(prompt, sampling) for prompt in prompts])
+
+    def ask_each(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Answer]:
+        """The same for prompts that are sampled each in its own way."""
         answers: dict[int, Answer] = {}
-        for prompt in prompts:
+        for prompt, sampling in requests:
             self._next_id += 1
             answers[self._next_id] = Answer()
             tokens = np.array(prompt, dtype=np.int32).tobytes()
