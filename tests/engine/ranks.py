@@ -12,7 +12,7 @@ from quickturn.engine.leader import Leader
 
 BROKEN = 7
 """A token whose embedding is NaN. It is never the likeliest, but may be drawn."""
-SECONDS = 120.0
+SECONDS = 300.0
 """Longest wait for another rank."""
 
 

@@ -259,14 +259,14 @@ def test_requests_go_where_their_cache_is_until_that_group_is_much_busier() -> N
     assert router.choose(request(2, 1000), blocks(2, 100)) == 1
     router.over(1)
     router.over(2)
-    # 50 and 60 new tokens where the rest is known.
     assert router.choose(request(3, 1050), blocks(1, 105)) == 0
-    assert router.choose(request(4, 1060), blocks(2, 106)) == 1
-    # Behind 150 tokens of work, 1000 known ones still win; behind 1150 they don't.
-    assert router.choose(request(5, 1050), blocks(1, 105)) == 0
+    # Behind 150 tokens of work, of which 50 are a prompt's, 1000 known ones still win.
+    assert router.choose(request(4, 1050), blocks(1, 105)) == 0
+    assert router.choose(request(5, 1060), blocks(2, 106)) == 1
     assert router.choose(request(6, 2000), blocks(3, 200)) == 1
-    assert router.choose(request(7, 200), [*blocks(2, 20)]) == 0
-    assert [router.of_request(id) for id in (3, 4, 5, 6, 7)] == [0, 1, 0, 1, 0]
+    # Behind 2260 they don't.
+    assert router.choose(request(7, 200), blocks(2, 20)) == 0
+    assert [router.of_request(id) for id in (3, 4, 5, 6, 7)] == [0, 0, 1, 1, 0]
 
 
 def test_sessions_decide_ties_and_holds_follow_them() -> None:
