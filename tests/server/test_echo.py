@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
 import torch
 from numpy.typing import NDArray
-from servers import start_server, stop_server
+from servers import http, start_server, stop_server
 from tiny import HYBRID, random_checkpoint
 from tiny_text import write_tiny_text
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -219,7 +218,7 @@ def test_prompt_logprobs_by_vllms_name(tiny: Tiny) -> None:
     ],
 )
 def test_what_is_refused(tiny: Tiny, fields: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{tiny.url}/completions", json={"prompt": "x", **fields})
+    answer = http.post(f"{tiny.url}/completions", json={"prompt": "x", **fields})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
@@ -237,7 +236,7 @@ def test_a_real_model() -> None:
         with openai.OpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=120) as client:
             small = Tiny(server.url, client, twin, 2e-3)
             choice = small.ask(text, logprobs=3).choices[0]
-            ids = httpx.post(f"{server.root}/tokenize", json={"prompt": text}).json()["tokens"]
+            ids = http.post(f"{server.root}/tokenize", json={"prompt": text}).json()["tokens"]
             assert len(ids) > 96
             assert choice.text == text == "".join(choice.logprobs.tokens)
             small.check(choice.logprobs, ids, 3)
