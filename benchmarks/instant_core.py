@@ -46,12 +46,13 @@ class InstantCore:
         self._left = np.memmap(os.environ["INSTANT_CORE_TIMES"], np.float64, "r+", shape=shape)
         pace = float(os.environ["INSTANT_CORE_PACE"])
         self._period = 1 / pace if pace else 0.0
+        self._context = config.max_context or 8192
         self._next = time.monotonic()
         self._running: dict[int, _Running] = {}
 
     def ready(self) -> EngineReady:
-        """A model of the embedded one's size."""
-        return EngineReady(8192, MOST_STREAMS, 1 << 24, 64, 49152, {"core": "instant"})
+        """A model of the embedded one's size, with as much context as is asked for."""
+        return EngineReady(self._context, MOST_STREAMS, 1 << 24, 64, 49152, {"core": "instant"})
 
     def add(self, request: AddRequest) -> None:
         """Answer from the next step on."""
