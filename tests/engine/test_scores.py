@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from quickturn.execution import scoring
 
 FAMILIES = ["llama", "gemma3", "gpt-oss", "qwen3-next", "qwen3.5"]
-CLOSE = 2e-4
+CLOSE = 1e-3
 """Log-probabilities in float32 whose logits were added up in another order differ by less; a recurrence
 passes rounding on.
 """
