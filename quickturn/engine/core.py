@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import quickturn_control as control
@@ -135,6 +136,7 @@ class EngineCore:
         stop_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids.update(self._started.eos_token_ids)
+        sampling = replace(sampling, stop_token_ids=tuple(sorted(stop_ids)))
         try:
             self._scheduler.add(
                 control.Request(
@@ -142,7 +144,7 @@ class EngineCore:
                     np.frombuffer(tokens, dtype=np.int32),
                     max_tokens=sampling.max_tokens,
                     min_tokens=sampling.min_tokens,
-                    stop_token_ids=sorted(stop_ids),
+                    stop_token_ids=list(sampling.stop_token_ids),
                     arrival=request.arrival,
                     priority=request.priority,
                     session=request.session,

@@ -15,6 +15,8 @@ from quickturn.execution.upload import upload
 from quickturn.sampling_params import SamplingParams
 
 _NO_LOGPROBS = -1
+_BANNED = -1e9
+"""A bias under which no token is taken while there are others."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ class Sampler:
         self._penalties = np.zeros(rows, dtype=np.bool_)
         self._biased = np.zeros(rows, dtype=np.bool_)
         self._logprobs = np.full(rows, _NO_LOGPROBS, dtype=np.int32)
+        self._unending: dict[int, tuple[int, dict[int, float]]] = {}
+        """Of slots whose answer may not end yet: the first position that may, and the bias from there on."""
 
     def admit(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
     ) -> None:
         """Take a slot over for a request whose known tokens are `tokens`, the first `prompt_len` of them
-        its prompt.
+        its prompt. Its `stop_token_ids` are not drawn among its first `min_tokens`.
         """
         p = sampling
         if p.temperature > 0 or self._draws[slot]:
@@ -85,7 +89,12 @@ class Sampler:
         self._filters[slot] = p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
         self._logprobs[slot] = _NO_LOGPROBS if p.logprobs is None else p.logprobs
         self._admit_penalties(slot, tokens, prompt_len, p)
-        self._admit_bias(slot, p.logit_bias)
+        bias = p.logit_bias
+        self._unending.pop(slot, None)
+        if p.min_tokens and p.stop_token_ids and len(tokens) < prompt_len + p.min_tokens:
+            self._unending[slot] = prompt_len + p.min_tokens, bias
+            bias = bias | dict.fromkeys(p.stop_token_ids, _BANNED)
+        self._admit_bias(slot, bias)
 
     def is_plain(self, slots: NDArray[np.int32]) -> bool:
         """Whether all these slots just take the likeliest token, and nothing is to be said about it."""
@@ -106,6 +115,8 @@ class Sampler:
         """
         if not len(slots):
             return SampledRows(torch.empty(0, dtype=torch.int64, device=self._device), list)
+        if self._unending:
+            self._allow_ends(slots, positions)
         wanted = int(self._logprobs[slots].max())
         at = upload(slots.astype(np.int64), self._device)
         params = self._tensors(at, slots, positions)
@@ -174,6 +185,14 @@ class Sampler:
         counts = np.bincount(tokens[prompt_len:], minlength=self._vocab_size).astype(np.int32)
         counts[tokens[:prompt_len]] |= IN_PROMPT
         self._counts[slot] = upload(counts, self._device)
+
+    def _allow_ends(self, slots: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        """Lift the ban on stop tokens from the slots that have reached their `min_tokens`."""
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            until, bias = self._unending.get(slot, (position + 1, {}))
+            if position >= until:
+                del self._unending[slot]
+                self._admit_bias(slot, bias)
 
     def _admit_bias(self, slot: int, bias: dict[int, float]) -> None:
         if not bias and not self._biased[slot]:

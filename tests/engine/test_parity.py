@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from driving import Checkpoints, assert_greedy, greedy, random_prompts
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -121,8 +122,32 @@ def test_stop_ids_end_an_answer(checkpoints: Checkpoints, rng: np.random.Generat
     answer = checkpoint.driver().run(prompt, max_tokens=12, stop_token_ids=(stop,))
     assert (answer.tokens, answer.finish) == (expected[: end + 1], "stop")
     late = checkpoint.driver().run(prompt, max_tokens=12, stop_token_ids=(stop,), min_tokens=end + 2)
-    assert late.tokens[: end + 1] == expected[: end + 1]
-    assert len(late.tokens) > end + 1
+    assert late.tokens[:end] == expected[:end]
+    # The best of the other tokens, as long as the answer may not end.
+    assert stop not in late.tokens[: end + 2]
+    assert len(late.tokens) >= end + 2
+    with torch.inference_mode():
+        logits = checkpoint.reference(torch.tensor([prompt + expected[:end]])).logits[0, -1]
+    first, second = logits.topk(2).indices.tolist()
+    assert late.tokens[end] == (second if first == stop else first)
+
+
+def test_an_answer_that_could_not_end_can_end_later(
+    checkpoints: Checkpoints, rng: np.random.Generator
+) -> None:
+    """A stop token forced by a bias: taken at the first place where it may be."""
+    driver = checkpoints("llama").driver(max_requests=2)
+    (prompt,) = random_prompts(rng, [9])
+    free = driver.add(prompt, max_tokens=8, logit_bias={7: 1000.0})
+    ends = [
+        driver.add(prompt, max_tokens=8, logit_bias={7: 1000.0}, stop_token_ids=(7,), min_tokens=n)
+        for n in (0, 1, 5)
+    ]
+    driver.drain()
+    assert driver.answers[free].tokens == [7] * 8
+    for n, id in zip((0, 1, 5), ends, strict=True):
+        answer = driver.answers[id]
+        assert (len(answer.tokens), answer.tokens.index(7), answer.finish) == (n + 1, n, "stop")
 
 
 def test_what_can_never_run_is_refused_with_the_numbers(checkpoints: Checkpoints) -> None:
