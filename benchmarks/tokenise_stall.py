@@ -133,7 +133,7 @@ def serving(times: Path) -> Iterator[int]:
 
 async def beside(port: int, chat: Chat | None, copies: int, salt: str) -> list[float]:
     """When each token of a stream arrived, beside which the chat was sent so many times."""
-    tokens = asyncio.create_task(stream(port, Load(1, TOKENS, PACE), 0))
+    tokens = asyncio.create_task(stream(port, Load(1, TOKENS, PACE), 0, ""))
     await asyncio.sleep(0.5)
     if chat is not None:
         await asyncio.gather(*(send(port, chat, f"{salt} {copy}", copy + 1) for copy in range(copies)))
