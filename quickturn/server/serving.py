@@ -3,6 +3,7 @@ request."""
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -102,6 +103,9 @@ async def serve(
                 )
             )
             _drain_on_signals(state, server, config.shutdown_timeout)
+            # What the start left stays. A full collection over it would hold every stream up for 20 to 50 ms.
+            gc.collect()
+            gc.freeze()
             if on_ready is not None and state.engine.ready is not None:
                 sock.listen(_BACKLOG)
                 host, port = sock.getsockname()[:2]
@@ -112,6 +116,7 @@ async def serve(
             if leaving.done() and engine_config.world > 1 and not state.draining:
                 raise EngineDied(state.engine.failure or "the engine ended")
         finally:
+            gc.unfreeze()
             await state.engine.close()
 
 
