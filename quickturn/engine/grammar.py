@@ -147,7 +147,7 @@ class _Job:
     result: "CompiledGrammar | str | None" = None
 
 
-_LOOSE_CHARACTER = r"([^\"\\\r\n])"
+_LOOSE_CHARACTER = r"[^\"\\\r\n]"
 _JSON_CHARACTER = r'([^\"\\\0-\x1f]) | ("\\" [\"\\/bfnrt])'
 
 
@@ -176,7 +176,9 @@ def grammar_of(source: str) -> "Grammar":
         return grammar
     text = bounded
     # It also prints characters as '\\xdf', and reads a letter that follows as a third digit.
-    text = _SHORT_ESCAPE.sub(r"\1\\u00\2", text.replace(_LOOSE_CHARACTER, _JSON_CHARACTER))
+    text = text.replace(f"({_LOOSE_CHARACTER})", _JSON_CHARACTER)
+    # A string of exactly one character has it in line.
+    text = _SHORT_ESCAPE.sub(r"\1\\u00\2", text.replace(_LOOSE_CHARACTER, f"({_JSON_CHARACTER})"))
     return xgrammar.Grammar.from_ebnf(text)
 
 

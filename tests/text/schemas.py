@@ -21,6 +21,8 @@ FIXED: tuple[dict[str, Any], ...] = (
     {"type": "string", "format": "uuid"},
     {"type": "string", "format": "ipv4"},
     {"type": "string", "minLength": 2, "maxLength": 5},
+    {"type": "string", "minLength": 1, "maxLength": 1},
+    {"type": "number", "maximum": 3},
     {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": 4},
     {"type": "integer", "minimum": -100, "maximum": 1000, "multipleOf": 7},
     {"type": "integer", "minimum": 1.5},

@@ -17,6 +17,9 @@ MAX_NODES = 20_000
 MAX_REPEAT = 10_000
 MAX_PATTERN = 2_000
 
+FAR = 10**15
+"""Numbers are no larger where a schema leaves one side open: doubles hold every integer up to there."""
+
 _NUMERIC = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _STRING = {"minLength", "maxLength", "pattern", "format"}
 _ARRAY = {"items", "prefixItems", "minItems", "maxItems", "additionalItems", "unevaluatedItems"}
@@ -249,11 +252,26 @@ def _check_numbers(schema: dict[str, Any], place: str) -> dict[str, Any]:
         for key, rounded in rounding:
             if key in result:
                 result[key] = rounded(result[key])
+    if "multipleOf" not in schema:
+        result = _with_both_bounds(result, kinds)
     if "multipleOf" in schema and (
         kinds not in ("integer", ["integer"]) or not _is(schema["multipleOf"], "integer")
     ):
         raise BadSchema("multipleOf", place, "is supported for integers only")
     return result
+
+
+def _with_both_bounds(schema: dict[str, Any], kinds: Any) -> dict[str, Any]:
+    """A number that is bounded on one side gets a far bound on the other: without it, it has digits without
+    end, and a model may not find one.
+    """
+    lower = any(key in schema for key in ("minimum", "exclusiveMinimum"))
+    upper = any(key in schema for key in ("maximum", "exclusiveMaximum"))
+    if lower == upper or kinds not in ("integer", ["integer"], "number", ["number"]):
+        return schema
+    key, far = ("maximum", FAR) if lower else ("minimum", -FAR)
+    near = max(abs(schema[name]) for name in _NUMERIC & schema.keys())
+    return schema | {key: far} if near < FAR else schema
 
 
 def _check_arrays(schema: dict[str, Any], place: str) -> dict[str, Any]:
