@@ -21,7 +21,7 @@ jsonschema = pytest.importorskip("jsonschema")
 COUNT = int(os.environ.get("QUICKTURN_SCHEMAS", "200"))
 MAX_TOKENS = 300
 MOST_CUT = 0.1
-"""Objects may have properties without end: such answers are cut where the client wants no more, and say so."""
+"""Objects may have properties without end: such answers are cut where `max_tokens` says so, and say so."""
 
 
 def test_every_answer_is_valid_or_refused() -> None:
