@@ -77,7 +77,9 @@ def recorded(x: torch.Tensor) -> bool:
 
 def _packed(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Rows of bytes: one message for all three."""
-    return torch.cat([part.contiguous().view(torch.uint8) for part in (x, weights, chosen)], 1)
+    # A tensor of no rows may have any strides, and passes for contiguous.
+    parts = (part.contiguous() if len(part) else part.new_empty(part.shape) for part in (x, weights, chosen))
+    return torch.cat([part.view(torch.uint8) for part in parts], 1)
 
 
 def _unpacked(
