@@ -128,6 +128,7 @@ def test_tokens_travel_where_that_pays(ranks: int, top_k: int, tokens: int, trav
     found = [(section, line) for section, line in lines if line.kind == "dispatch"]
     assert sum(section.times for section, _ in found) == travels
     assert shown.total("seconds") == pytest.approx(shown.program.seconds, rel=1e-9)
+    assert shown.between > 0.99 * sum(section.times * line.between for section, line in found)
     for _, line in found:
         # To and fro, of what a rank would have for itself, too.
         copies = min(top_k, ranks) * (ranks - 1) / ranks
