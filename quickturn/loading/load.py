@@ -78,11 +78,13 @@ def load_model(
     files = resolve(config.model, config.load_format)
     source, hf = _open(files)
     architecture = architecture_of(hf)
-    specs = architecture.weights()
+    count = sum(spec.rows * (spec.columns or 1) for spec in architecture.weights())
     ranks = None
     if place is not None and collectives is not None:
         ranks = Ranks(programs_of(architecture, place.mesh), collectives)
         collectives.use(ranks.programs.groups())
+        architecture = architecture.dispatching(ranks.programs.dispatched)
+    specs = architecture.weights()
     max_context = _max_context(architecture, config.max_context)
     dtype = resolve_dtype(config.dtype, device)
     quantization = _quantization(config, files, hf, dtype, device)
@@ -101,7 +103,6 @@ def load_model(
     own = architecture if place is None else architecture.on(place)
     model = build(own, parameters, max_context, device, ranks)
     tied = architecture.vocab_size * architecture.hidden_size if architecture.tied else 0
-    count = sum(spec.rows * (spec.columns or 1) for spec in specs) - tied
     held = {id(parameter): _bytes(parameter) for parameter in parameters.values()}
     info = LoadedInfo(
         files=files,
@@ -109,7 +110,7 @@ def load_model(
         dtype=dtype,
         max_context=max_context,
         stop_token_ids=_stop_token_ids(files.path, hf),
-        parameters=count,
+        parameters=count - tied,
         weight_bytes=sum(held.values()),
         expert_bytes=sum(_bytes(parameters[spec.name]) for spec in specs if spec.use == "experts"),
         seconds=time.perf_counter() - started,

@@ -1,6 +1,6 @@
 """What every model is: a declared architecture, and the program of steps made from it and its weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +43,17 @@ class Architecture:
         """Every step in the order of execution."""
         inner = (declaration for layer in self.layers for declaration in layer)
         return (self.embed, *inner, self.norm, self.head)
+
+    def dispatching(self, steps: Collection[int]) -> "Architecture":
+        """The same, ready to let the tokens of these mixtures travel, by their indexes among the steps."""
+        names = {step.name for index, step in enumerate(self.declarations()) if index in steps}
+
+        def ready(declaration: Declaration) -> Declaration:
+            if isinstance(declaration, Mix) and declaration.name in names:
+                return replace(declaration, dispatched=True)
+            return declaration
+
+        return replace(self, layers=tuple(tuple(ready(each) for each in layer) for layer in self.layers))
 
     def on(self, place: Place) -> "Architecture":
         """What the rank at `place` runs: fewer heads and experts. What it holds is `local_weights` of these

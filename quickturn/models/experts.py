@@ -6,9 +6,12 @@ from typing import Literal
 from quickturn.layers import moe
 from quickturn.layers.moe import Router, Routing, SharedExpert, prepare_experts
 from quickturn.models.declare import Materials, Part, linear_weights
-from quickturn.parallel.placement import Partial, Placed, PlacementError, Replicate, Shard, Step
+from quickturn.parallel.placement import Axis, Partial, Placed, PlacementError, Replicate, Shard, Step
 from quickturn.parallel.shards import Place
 from quickturn.parallel.weights import Cut, Segment, WeightSpec
+
+WHOLE = ".whole"
+"""In the names of the shared expert's matrices for tokens that travel."""
 
 Range = tuple[int, int, int]
 """Start, stop and step."""
@@ -45,7 +48,8 @@ class Mix:
     """A mixture of experts: Replicate to Partial, experts and every expert's inner features shared out.
 
     `first`: the first of the experts that are here, None if all are. `gathered`: its tokens aren't the
-    batch's, one for one.
+    batch's, one for one. `dispatched`: its tokens may travel to their experts; then the shared expert is held
+    a second time, shared out by inner features over those ranks alone that have the same tokens then.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Mix:
     activation: Literal["silu", "gpt_oss"] = "silu"
     first: int | None = None
     gathered: bool = False
+    dispatched: bool = False
 
     @property
     def placed(self) -> Placed:
@@ -87,6 +92,8 @@ class Mix:
             found.append(self._stack("down_bias", stored.down_bias, None, Partial()))
         if self.shared is not None:
             found += self._shared_weights(self.shared)
+        if self.shared is not None and self.dispatched:
+            found += self._shared_matrices(self.shared, WHOLE, "moe_inner")
         return tuple(found)
 
     def on(self, place: Place, tail: bool = False) -> "Mix":
@@ -113,15 +120,18 @@ class Mix:
         )
         bias = materials.tensor(f"{self.router}.bias") if self.router_bias else None
         router = Router(materials.matrix(f"{self.router}.weight"), self.routing, bias)
-        shared = None
+        shared = whole = None
         if self.shared is not None:
-            module = self.shared.module
-            shared = SharedExpert(
-                materials.matrix(f"{module}.gate_up_proj.weight"),
-                materials.matrix(f"{module}.down_proj.weight"),
-                materials.tensor(f"{self.shared.gate}.weight") if self.shared.gate else None,
-            )
-        return self.placed.step(moe.Mixture(router, experts, shared, self.first, self.gathered))
+            shared = self._shared(self.shared, materials, "")
+            whole = self._shared(self.shared, materials, WHOLE) if self.dispatched else None
+        return self.placed.step(moe.Mixture(router, experts, shared, self.first, self.gathered, whole))
+
+    def _shared(self, shared: Shared, materials: Materials, which: str) -> SharedExpert:
+        return SharedExpert(
+            materials.matrix(f"{shared.module}.gate_up_proj{which}.weight"),
+            materials.matrix(f"{shared.module}.down_proj{which}.weight"),
+            materials.tensor(f"{shared.gate}.weight") if shared.gate else None,
+        )
 
     def _stack(
         self, what: str, stored: Stored, columns: int | None, placement: Shard | Partial
@@ -130,14 +140,18 @@ class Mix:
         name = f"{self.name}.{what}"
         return WeightSpec(name, first, columns, "experts", "moe", placement, tuple(others), self.count)
 
-    def _shared_weights(self, shared: Shared) -> tuple[WeightSpec, ...]:
+    def _shared_matrices(self, shared: Shared, which: str, axis: Axis) -> tuple[WeightSpec, ...]:
         module, size = shared.module, shared.intermediate
         gate_up = (Part(f"{module}.gate_proj", size), Part(f"{module}.up_proj", size))
         down = (Part(f"{module}.down_proj", self.hidden),)
-        found = (
-            *linear_weights(f"{module}.gate_up_proj", "moe", self.hidden, gate_up, False, Shard(0), Shard(0)),
-            *linear_weights(f"{module}.down_proj", "moe", size, down, False, Shard(1), Partial()),
+        up_name, down_name = f"{module}.gate_up_proj{which}", f"{module}.down_proj{which}"
+        return (
+            *linear_weights(up_name, axis, self.hidden, gate_up, False, Shard(0), Shard(0)),
+            *linear_weights(down_name, axis, size, down, False, Shard(1), Partial()),
         )
+
+    def _shared_weights(self, shared: Shared) -> tuple[WeightSpec, ...]:
+        found = self._shared_matrices(shared, "", "moe")
         if not shared.gate:
             return found
         tensor = f"{shared.gate}.weight"

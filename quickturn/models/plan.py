@@ -1,18 +1,18 @@
 """A model as the parallel compiler sees it: each declared step's widths and work on a mesh."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from quickturn.models.base import Architecture, tail_of
 from quickturn.models.declare import Column, Declaration, Embed, GatedColumn, Head, Norm, Row
-from quickturn.models.experts import Mix
+from quickturn.models.experts import WHOLE, Mix
 from quickturn.models.mixers import Attend, Delta
 from quickturn.parallel.compile import compile_program, compile_programs
 from quickturn.parallel.cost import Load
 from quickturn.parallel.explain import Explained, explain
 from quickturn.parallel.mesh import Mesh, MeshError
-from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Op, Work
+from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Op, Travel, Work
 from quickturn.parallel.placement import Shard
 from quickturn.parallel.program import Programs
 from quickturn.parallel.weights import Segment, WeightSpec
@@ -60,7 +60,7 @@ def _op(declaration: Declaration, mesh: Mesh, sizes: Bytes) -> Op:
     weights = sum(_share(spec, mesh, sizes) for spec in specs if spec.use != "experts")
     operations = sum(2 * _rows(spec, mesh) * _columns(spec, mesh) for spec in specs if spec.use == "linear")
     work = Work(weights, operations)
-    gives_element, joined = sizes.activations, False
+    gives_element, joined, travel = sizes.activations, False, None
     match declaration:
         case Embed():
             takes, gives = 0, declaration.hidden
@@ -88,10 +88,11 @@ def _op(declaration: Declaration, mesh: Mesh, sizes: Bytes) -> Op:
         case Mix():
             takes = gives = declaration.hidden
             work = Work(weights, operations, _experts(declaration, specs, mesh, sizes))
+            travel = _travel(declaration, mesh, sizes)
         case _:
             raise TypeError(f"step '{declaration.name}' is of a kind that the compiler doesn't know")
     like = re.sub(r"\.\d+\.", ".", declaration.name, count=1).removeprefix("model.layers.")
-    return Op(declaration.placed, takes, gives, work, sizes.activations, gives_element, like, joined)
+    return Op(declaration.placed, takes, gives, work, sizes.activations, gives_element, like, joined, travel)
 
 
 def _attend(step: Attend, weights: float, mesh: Mesh, sizes: Bytes) -> Work:
@@ -116,6 +117,17 @@ def _experts(step: Mix, specs: tuple[WeightSpec, ...], mesh: Mesh, sizes: Bytes)
     stacks = sum(_elements(spec) for spec in specs if spec.use == "experts")
     one = stacks / step.count / mesh.moe_tp
     return ExpertWork(step.count // mesh.ep, step.count, step.routing.top_k, one * sizes.matrices, 2 * one)
+
+
+def _travel(step: Mix, mesh: Mesh, sizes: Bytes) -> Travel:
+    specs = [spec for spec in replace(step, dispatched=True).weights() if spec.use != "experts"]
+    twice = [spec for spec in specs if WHOLE in spec.name]
+    # In place of those that are shared out over more ranks.
+    others = {spec.name.replace(WHOLE, "") for spec in twice}
+    own = [spec for spec in specs if spec.name not in others]
+    operations = sum(2 * _rows(spec, mesh) * _columns(spec, mesh) for spec in own if spec.use == "linear")
+    weights, kept = (sum(_share(spec, mesh, sizes) for spec in found) for found in (own, twice))
+    return Travel(step.routing.top_k, Work(weights, operations), kept)
 
 
 def _share(spec: WeightSpec, mesh: Mesh, sizes: Bytes) -> float:

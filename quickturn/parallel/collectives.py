@@ -19,7 +19,8 @@ Counts = Sequence[int]
 
 
 class Collectives(Protocol):
-    """A rank's side of them. None of them waits for the device, so that a CUDA graph can record them.
+    """A rank's side of them. None but `exchange_counts` waits for the device, so that a CUDA graph can record
+    them.
 
     Tensors are of any float or integer dtype unless said otherwise; results are new unless said otherwise.
     """
@@ -80,6 +81,21 @@ class Collectives(Protocol):
         result are of this rank's tokens.
         """
 
+    def exchange_counts(self, sent: torch.Tensor, over: Groups) -> tuple[Counts, Counts]:
+        """`sent`, int64 `[ranks]`: the rows that this rank will send to each. Both that and what each will
+        send to this one, on the host, which waits for it.
+        """
+
+    def dispatch(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """The first `sent[0]` rows of x to the first rank, and so on; what comes, `came[i]` rows of rank i,
+        lies in the order of the ranks. Rows may be of any contents, `sent` and `came` are of this rank.
+        """
+
+    def combine(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """The way back from `dispatch` with the same numbers: x has a row for each that came, the result one
+        for each that was sent, both in the order of then.
+        """
+
     def barrier(self) -> None:
         """Returns when every rank of the mesh has called it."""
 
@@ -136,6 +152,19 @@ class Alone:
     ) -> torch.Tensor:
         """`add_rms_norm(x, residual, weight, eps)`."""
         return add_rms_norm(x, residual, weight, eps)
+
+    def exchange_counts(self, sent: torch.Tensor, over: Groups) -> tuple[Counts, Counts]:
+        """What is sent, comes."""
+        counts = sent.tolist()
+        return counts, counts
+
+    def dispatch(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """x."""
+        return x
+
+    def combine(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """x."""
+        return x
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -147,6 +147,27 @@ class Communicator:
         """See `Collectives`."""
         return add_rms_norm(self.reduce_scatter(x, over, 0, counts), residual, weight, eps)
 
+    def exchange_counts(self, sent: torch.Tensor, over: Groups) -> tuple[Counts, Counts]:
+        """See `Collectives`."""
+        came = torch.empty_like(sent) if over.size > 1 else sent
+        if over.size > 1:
+            distributed.all_to_all_single(came, sent, group=self._groups[over])
+        out, back = torch.stack((sent, came)).tolist()
+        return out, back
+
+    def dispatch(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """See `Collectives`."""
+        if over.size == 1:
+            return x
+        found = x.new_empty((sum(came), *x.shape[1:]))
+        group = self._groups[over]
+        distributed.all_to_all_single(found, x.contiguous(), list(came), list(sent), group=group)
+        return found
+
+    def combine(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
+        """See `Collectives`."""
+        return self.dispatch(x, over, came, sent)
+
     def barrier(self) -> None:
         """See `Collectives`."""
         distributed.barrier(group=self._groups[Groups(self._world)])

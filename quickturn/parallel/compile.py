@@ -11,11 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quickturn.parallel.cost import FUSIONS, H200, Hardware, Load
-from quickturn.parallel.mesh import Mesh
+from quickturn.parallel.mesh import Groups, Mesh
 from quickturn.parallel.moves import Path, Tensor, Ways, edges, placed, spans
 from quickturn.parallel.ops import Op
 from quickturn.parallel.placement import Partial, Placement, PlacementError, Replicate, Shard
-from quickturn.parallel.program import Fused, Instruction, Layout, Move, Program, Programs, RunStep, Select
+from quickturn.parallel.program import (
+    Dispatch,
+    Fused,
+    Instruction,
+    Layout,
+    Move,
+    Program,
+    Programs,
+    RunStep,
+    Select,
+)
 
 SIZES = (16, 64, 256, 1024, 4096, 16384)
 """Tokens in a group of requests that programs are made for."""
@@ -24,16 +34,20 @@ SIZES = (16, 64, 256, 1024, 4096, 16384)
 @dataclass(frozen=True)
 class Form:
     """One way to run a step: where its input must lie, where its output will, what it takes, and the move
-    ahead of it that is part of it, if one is.
+    ahead of it that is part of it, if one is; `travel`: the ranks over which its tokens go to their experts
+    and back, if they do.
     """
 
     before: Layout
     after: Layout
     seconds: float
     fused: Move | None = None
+    travel: Groups | None = None
 
     def instruction(self, step: int) -> Instruction:
         """The step, run so."""
+        if self.travel is not None:
+            return Dispatch(step, self.travel, self.before, self.after)
         if self.fused is None:
             return RunStep(step, self.after)
         return Fused(FUSIONS[self.fused.kind].kind, step, self.fused.over, self.before, self.after)
@@ -224,6 +238,10 @@ def _forms(op: Op, ways: Ways, load: Load) -> list[Form]:
             found.append(Form(before, after, seconds))
             if what.residual == "add_norm":
                 found += _fused(op, after, ways, load)
+    if op.travel is not None and mesh.ep > 1:
+        after = placed(mesh.moe_tp, Partial(), mesh.moe_tp)
+        seconds = sum(op.travel_seconds(ways.rows(mesh.moe_tp), mesh.ep, load, ways.hardware))
+        found.append(Form(Layout(mesh.moe_tp), after, seconds, travel=mesh.axis("ep")))
     return found
 
 

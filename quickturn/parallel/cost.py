@@ -8,6 +8,9 @@ part, L what a rank can send while it receives, and a collective's `start` and `
     all_to_all                     the same, with B the bytes that one rank has
     all_reduce, in one exchange    start + per_rank (n - 1) + (n - 1) B / L
     all_reduce, in two             2 (start + per_rank (n - 1) + (n - 1)/n B / L)     whichever is less
+    tokens to their experts        two all_to_all, of the rows that go out and of those that come back; a row
+                                   for each of min(top_k, n) ranks, and ahead of them one of row counts, and
+                                   `host`; where a step decodes, in a CUDA graph, a row for each of n ranks
     a kernel                       launch + max(bytes it reads and writes / memory, operations / compute)
 """
 
@@ -32,7 +35,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one rank: memory and link in bytes/s, compute in operations/s, launch in seconds."""
+    """Rates of one rank: memory and link in bytes/s, compute in operations/s, launch and host in seconds; the
+    latter is what is lost where the host waits for a number from the device.
+    """
 
     name: str
     memory: float
@@ -40,6 +45,7 @@ class Hardware:
     launch: float
     link: float
     exchanges: tuple[tuple[Collective, Exchange], ...]
+    host: float = 2.0e-5
 
     def exchange(self, collective: Collective) -> Exchange:
         """The terms of a collective."""
@@ -60,8 +66,8 @@ H200 = Hardware(
     ),
 )
 """Memory and compute as measured (docs/performance.md); launch: the least that a kernel takes in a CUDA
-graph; link: NVLink 4's 450 GB/s in each direction. The terms of exchanges are estimates, not measured here
-yet."""
+graph; link: NVLink 4's 450 GB/s in each direction. The terms of exchanges and `host` are estimates,
+not measured here yet."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from quickturn.parallel.cost import COLLECTIVE_OF, H200, Hardware, Load, wire_by
 from quickturn.parallel.moves import Tensor, Ways
 from quickturn.parallel.ops import Op
 from quickturn.parallel.placement import Axis
-from quickturn.parallel.program import Fused, Instruction, Move, Program, RunStep, Select
+from quickturn.parallel.program import Dispatch, Fused, Instruction, Move, Program, RunStep, Select
 
 LABELS = {
     "slice_tokens": "keep own tokens",
@@ -31,10 +31,11 @@ class Line:
     """One instruction. `what`: the collective, if it is one; `step`: the step, if it runs one; `ranks` that
     talk to each other. `lies`: where its output lies, `stream`: the ranks that share the residual stream's
     tokens then, 0 before there is one. `sent`: bytes that each rank sends for each token of its group; bytes
-    of weights and cache that a rank reads, and held of weights.
+    of weights and cache that a rank reads, and held of weights. `between`: of a step's seconds, those between
+    ranks.
     """
 
-    kind: Literal["step", "move", "local", "fused", "select"]
+    kind: Literal["step", "move", "local", "fused", "dispatch", "select"]
     what: str
     step: str
     axis: Axis | None
@@ -47,6 +48,7 @@ class Line:
     held: float = 0.0
     cache: float = 0.0
     seconds: float = 0.0
+    between: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,9 @@ class Explained:
         """Seconds of a step in instructions that talk to other ranks."""
         talking = ("move", "fused")
         return sum(
-            section.times * line.seconds
+            section.times * (line.seconds if line.kind in talking else line.between)
             for section in self.sections
             for line in section.lines
-            if line.kind in talking
         )
 
 
@@ -150,6 +151,9 @@ def _lines(
                     step,
                     replace(line, kind="fused", what=LABELS[kind], ranks=instruction.over.size, sent=sent),
                 )
+            case Dispatch(step):
+                done, op = step, ops[step]
+                yield step, _of_dispatch(instruction, op, stream, ways, load)
             case Move():
                 tensor = hidden if instruction.tensor == "residual" else before
                 stream = instruction.after.span if instruction.tensor == "residual" else stream
@@ -181,6 +185,28 @@ def _of_step(
         held=work.held_bytes(),
         cache=work.cache.size(load),
         seconds=seconds,
+    )
+
+
+def _of_dispatch(instruction: Dispatch, op: Op, stream: int, ways: Ways, load: Load) -> Line:
+    rows, ranks, hardware = ways.rows(instruction.before.span), instruction.over.size, ways.hardware
+    here, between = op.travel_seconds(rows, ranks, load, hardware)
+    assert op.travel is not None
+    sent = sum(wire_bytes("all_to_all", ranks, size, hardware) for size in op.messages(rows, ranks, load))
+    return Line(
+        kind="dispatch",
+        what="dispatch + combine",
+        step=op.like or op.name,
+        axis=op.placed.axis,
+        ranks=ranks,
+        lies=str(instruction.after),
+        stream=stream,
+        adds=False,
+        sent=sent / max(1, load.tokens),
+        weights=op.travel_weights(rows, ranks),
+        held=op.work.held_bytes() + op.travel.kept,
+        seconds=here + between,
+        between=between,
     )
 
 

@@ -81,7 +81,7 @@ def _row(line: Line) -> str:
     what = f"{line.what}{over}" if line.what else f"{line.step}{', merged' + over if over else ''}"
     if line.what and line.step:
         what += f": {line.step}"
-    mark = {"move": "> ", "local": "> ", "fused": "> "}.get(line.kind, "  ")
+    mark = {"move": "> ", "local": "> ", "fused": "> ", "dispatch": "> "}.get(line.kind, "  ")
     cells = [size(value) if value else "" for value in (line.sent, line.weights, line.cache)]
     where = f"{line.lies:<14}{line.stream or '':>6} "
     costs = f"{cells[0]:>12}{cells[1]:>10}{cells[2]:>10}{time(line.seconds):>10}"

@@ -114,6 +114,8 @@ class Mesh:
                 return Groups(self.dense_tp)
             case "moe":
                 return Groups(self.world)
+            case "moe_inner":
+                return Groups(self.moe_tp)
 
     def coordinates(self, rank: int) -> dict[MeshAxis, int]:
         """Place of `rank` along each axis."""

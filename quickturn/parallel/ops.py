@@ -100,12 +100,31 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Travel:
+    """A mixture's other form: its tokens travel to the ranks of the `top_k` experts that each takes. `own`:
+    the work on tokens where they are (router, shared expert); `kept`: bytes of weights that a rank holds for
+    this form alone.
+    """
+
+    top_k: int
+    own: Work
+    kept: float = 0.0
+
+    def rows(self, rows: float, ranks: int, load: Load) -> float:
+        """Rows that a rank with so many tokens sends: one to each rank that has experts of a token. In a CUDA
+        graph, that's one to every rank.
+        """
+        return rows * (ranks if load.decodes else min(self.top_k, ranks))
+
+
+@dataclass(frozen=True)
 class Op:
     """A step as the compiler sees it.
 
     takes, gives: features of its whole input and output. element, gives_element: their bytes each. `like`:
     what its name has in common with the same step of other layers. `joined`: its output is of several
-    matrices side by side, each in parts, so that nothing but its tokens can move.
+    matrices side by side, each in parts, so that nothing but its tokens can move. `travel`: set if its
+    tokens may travel to their experts.
     """
 
     placed: Placed
@@ -116,6 +135,7 @@ class Op:
     gives_element: int = 2
     like: str = ""
     joined: bool = False
+    travel: Travel | None = None
 
     @property
     def name(self) -> str:
@@ -140,3 +160,40 @@ class Op:
         if merge is not None:
             found += collective_seconds("all_gather", merge.ranks, merge.size(load), hardware)
         return found
+
+    def messages(self, rows: float, ranks: int, load: Load) -> tuple[float, float]:
+        """Bytes that a rank with `rows` tokens sends to the ranks of their experts, and of what comes back: a
+        row out has its experts and their weights with it.
+        """
+        assert self.travel is not None
+        sent = self.travel.rows(rows, ranks, load)
+        return sent * (self.takes * self.element + 8 * self.travel.top_k), (
+            sent * self.gives * self.gives_element
+        )
+
+    def travel_weights(self, rows: float, ranks: int) -> float:
+        """Bytes of weights that a rank reads whose tokens travel."""
+        assert self.travel is not None
+        experts = self.work.experts
+        routed = experts.touched(rows * ranks) * experts.bytes if experts else 0.0
+        return self.travel.own.weights + routed
+
+    def travel_seconds(self, rows: float, ranks: int, load: Load, hardware: Hardware) -> tuple[float, float]:
+        """Time on a rank that has `rows` tokens which travel over `ranks`: on it, and between ranks."""
+        assert self.travel is not None
+        own, experts = self.travel.own, self.work.experts
+        out, back = self.messages(rows, ranks, load)
+        between = sum(collective_seconds("all_to_all", ranks, size, hardware) for size in (out, back))
+        if not load.decodes:
+            between += collective_seconds("all_to_all", ranks, 8.0 * ranks, hardware) + hardware.host
+        routed = self.travel_weights(rows, ranks) - own.weights
+        operations = 0.0
+        if experts is not None:
+            share = experts.here / experts.count
+            operations = rows * ranks * experts.top_k * share * experts.operations
+        beside = own.weights + rows * (self.takes * self.element + self.gives * self.gives_element)
+        here = kernel_seconds(routed + out + back, operations, hardware)
+        here += kernel_seconds(beside, own.operations * rows, hardware)
+        # Rows are gathered ahead of the one exchange and summed behind the other.
+        here += kernel_seconds(2 * out, 0.0, hardware) + kernel_seconds(2 * back, 0.0, hardware)
+        return here, between

@@ -14,7 +14,9 @@ import torch
 
 from quickturn.layers.forward import ForwardBatch
 
-Axis = Literal["attn", "dense", "moe", "vocab"]
+Axis = Literal["attn", "dense", "moe", "moe_inner", "vocab"]
+"""A kind of modules. `moe`: all ranks share out experts and features; `moe_inner`: those that have the same
+experts share out the features."""
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,23 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """Runs a mixture of experts on tokens that are shared out: each travels over `over` to the ranks that
+    have one of its experts, and what they make of it comes back and is summed where the token is.
+    """
+
+    step: int
+    over: Groups
+    before: Layout
+    after: Layout
+
+
+@dataclass(frozen=True)
 class Select:
     """Keeps the sampled tokens only, of activations and residual stream; both are in attention's span."""
 
 
-Instruction = RunStep | Move | Fused | Select
+Instruction = RunStep | Move | Fused | Dispatch | Select
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ class Program:
         found = (
             instruction.over
             for instruction in self.instructions
-            if isinstance(instruction, Fused)
+            if isinstance(instruction, Fused | Dispatch)
             or (isinstance(instruction, Move) and not instruction.kind.startswith("slice"))
         )
         return tuple(dict.fromkeys(found))
@@ -125,6 +137,12 @@ class Programs:
     def mesh(self) -> Mesh:
         """The ranks that they are for."""
         return self.programs[0].mesh
+
+    @property
+    def dispatched(self) -> frozenset[int]:
+        """The steps that any of them runs as `Dispatch`."""
+        found = (one for program in self.programs for one in program.instructions)
+        return frozenset(one.step for one in found if isinstance(one, Dispatch))
 
     @property
     def moves(self) -> bool:
@@ -162,3 +180,8 @@ class Rows:
         """Rows that `rank` holds of a tensor that lies in `span`, filled up."""
         first = rank // span * span
         return sum(self.unit(other) for other in range(first, first + span))
+
+    def held(self, span: int, rank: int) -> int:
+        """Rows that `rank` holds of a tensor that lies in `span`: in attention's own, its tokens alone."""
+        own = self.mesh.attention_span
+        return self.own[rank // own] if span == own else self.at(span, rank)

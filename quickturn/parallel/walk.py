@@ -9,8 +9,19 @@ import torch
 from quickturn.layers.forward import ForwardBatch
 from quickturn.layers.norm import AddNorm
 from quickturn.parallel.collectives import Collectives
+from quickturn.parallel.exchange import Mixing, exchanged
 from quickturn.parallel.placement import Step
-from quickturn.parallel.program import Fused, Instruction, Move, Program, Programs, Rows, RunStep, Select
+from quickturn.parallel.program import (
+    Dispatch,
+    Fused,
+    Instruction,
+    Move,
+    Program,
+    Programs,
+    Rows,
+    RunStep,
+    Select,
+)
 
 
 @dataclass(slots=True)
@@ -88,6 +99,8 @@ def _action(
             return partial(_select, program=program)
         case Fused():
             return _fused(instruction, program, steps[instruction.step], collectives)
+        case Dispatch():
+            return _dispatch(instruction, steps[instruction.step], collectives)
         case Move():
             return _move(instruction, program, collectives)
 
@@ -118,6 +131,18 @@ def _move(instruction: Move, program: Program, collectives: Collectives) -> Acti
         flow.residual = moved(flow.residual, flow.rows)
 
     return activations if instruction.tensor == "x" else stream
+
+
+def _dispatch(instruction: Dispatch, step: Step, collectives: Collectives) -> Action:
+    mixing, over, span = step.run, instruction.over, instruction.before.span
+    assert isinstance(mixing, Mixing), step.name
+    members = over.members(collectives.rank)
+
+    def action(flow: Flow) -> None:
+        held = [flow.rows.held(span, rank) for rank in members]
+        flow.x = exchanged(flow.x, mixing, over, collectives, held)
+
+    return action
 
 
 def _fused(instruction: Fused, program: Program, step: Step, collectives: Collectives) -> Action:

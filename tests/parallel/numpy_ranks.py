@@ -11,24 +11,27 @@ import numpy.typing as npt
 
 from quickturn.parallel.cost import Exchange, Hardware, Load
 from quickturn.parallel.mesh import Groups, Mesh
-from quickturn.parallel.ops import Op, Work
+from quickturn.parallel.ops import Op, Travel, Work
 from quickturn.parallel.placement import Axis, Partial, Placed, Placement, Replicate, Residual, Shard
-from quickturn.parallel.program import Fused, Layout, Move, Program, RunStep, Select
+from quickturn.parallel.program import Dispatch, Fused, Layout, Move, Program, RunStep, Select
 
 Array = npt.NDArray[np.float64]
 Part = Callable[[Array, Array, int, int], Array]
 """(input, residual stream, which part, of how many) to output; an adding step changes the stream in place."""
 
-HIDDEN, VOCAB = 24, 11
+HIDDEN, VOCAB, EXPERTS = 24, 11, 24
 
 
 @dataclass(frozen=True)
 class Node:
-    """A step: what the compiler sees of it, and what it computes. `norm`: the weight of a norm."""
+    """A step: what the compiler sees of it, and what it computes. `norm`: the weight of a norm. `chosen`: of
+    a mixture's tokens, the weight of each expert, `[T, EXPERTS]`, 0 of those that a token doesn't take.
+    """
 
     op: Op
     part: Part
     norm: Array | None = None
+    chosen: Callable[[Array], Array] | None = None
 
 
 def meshes(world: int, experts: bool = True) -> list[Mesh]:
@@ -52,7 +55,20 @@ def random_hardware(rng: np.random.Generator) -> Hardware:
 
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
     exchanges = tuple((kind, Exchange(size(-7, -4), size(-8, -5), rng.uniform(0.1, 1))) for kind in kinds)
-    return Hardware("random", size(7, 12), size(9, 14), size(-7, -4), size(6, 11), exchanges)
+    return Hardware("random", size(7, 12), size(9, 14), size(-7, -4), size(6, 11), exchanges, size(-7, -4))
+
+
+def restless(hardware: Hardware) -> Hardware:
+    """The same, but all-to-all costs next to nothing, as kernels do: tokens like to travel."""
+    others = tuple(pair for pair in hardware.exchanges if pair[0] != "all_to_all")
+    exchanges = (*others, ("all_to_all", Exchange(0.0, 0.0, 1.0)))
+    return replace(hardware, launch=0.0, host=0.0, exchanges=exchanges)
+
+
+def any_hardware(rng: np.random.Generator) -> Hardware:
+    """Of random rates, restless as often as not."""
+    found = random_hardware(rng)
+    return restless(found) if rng.integers(2) else found
 
 
 def random_graph(rng: np.random.Generator, steps: int) -> tuple[list[Node], int]:
@@ -75,6 +91,7 @@ def _any(rng: np.random.Generator, width: int) -> list[Node]:
         lambda: [_row(rng, _axis(rng), width)],
         lambda: [_row(rng, _axis(rng), width)],
         lambda: [_activation(_axis(rng), width)],
+        lambda: [_mixture(rng, width)],
         lambda: [_mixture(rng, width)],
         lambda: [_mixer("attn", width, joined=False)],
         lambda: [_column(rng, "attn", width, (24, 24)), _mixer("attn", 48, joined=True)],
@@ -127,6 +144,9 @@ class NumpyRanks:
                     self.x = self._moved(self.x, move)
                     self._step(instruction.step)
                     self._check(self.x, instruction.after, HIDDEN)
+                case Dispatch(index, _, _, layout):
+                    self.x = [self._dispatched(instruction, rank) for rank in range(self.mesh.world)]
+                    self._check(self.x, layout, self.nodes[index].op.gives)
                 case Select():
                     for rank in range(self.mesh.world):
                         rows = self.rows[rank // self.span]
@@ -142,6 +162,19 @@ class NumpyRanks:
             self.x[rank] = node.part(x, self.stream[rank], groups.index(rank), groups.size)
             if node.op.placed.residual == "begin":
                 self.stream[rank] = self.x[rank]
+
+    def _dispatched(self, instruction: Dispatch, rank: int) -> Array:
+        """What other ranks make of the tokens of `rank` that want their experts, summed up."""
+        node, x, mesh = self.nodes[instruction.step], self.x[rank], self.mesh
+        assert node.chosen is not None
+        assert len(x) == self._held(instruction.before.span, rank)
+        wanted = np.split(node.chosen(x) > 0, mesh.ep, axis=1)
+        total = np.zeros((len(x), node.op.gives))
+        for place, member in enumerate(instruction.over.members(rank)):
+            assert (member // mesh.moe_tp, member % mesh.moe_tp) == (place, rank % mesh.moe_tp)
+            goes = wanted[place].any(axis=1)
+            total[goes] += node.part(x[goes], x[goes], member, mesh.world)
+        return total
 
     def _units(self, rank: int) -> int:
         """Rows of one rank, where its group has shared out its tokens, filled up."""
@@ -273,15 +306,21 @@ def _activation(axis: Axis, width: int) -> Node:
 
 
 def _mixture(rng: np.random.Generator, width: int) -> Node:
-    experts = rng.standard_normal((24, width, HIDDEN)) / (width * 24) ** 0.5
-    router = rng.standard_normal((width, 24))
+    experts = rng.standard_normal((EXPERTS, width, HIDDEN)) / width**0.5
+    router = rng.standard_normal((width, EXPERTS)) / width**0.5
+
+    def chosen(x: Array) -> Array:
+        # An expert begins to be taken with weight 0: rounding changes no result by much.
+        return np.maximum(np.tanh(x @ router) - 0.8, 0)
 
     def part(x: Array, stream: Array, index: int, ranks: int) -> Array:
-        chosen = np.maximum(np.tanh(x @ router), 0)
-        mine = slice(index * 24 // ranks, (index + 1) * 24 // ranks)
-        return np.einsum("te,tk,ekh->th", chosen[:, mine], x, experts[mine])
+        mine = slice(index * EXPERTS // ranks, (index + 1) * EXPERTS // ranks)
+        return np.einsum("te,tk,ekh->th", chosen(x)[:, mine], x, experts[mine])
 
-    return Node(_op("mixture", "moe", (Replicate(), Partial()), (width, HIDDEN)), part)
+    op = _op("mixture", "moe", (Replicate(), Partial()), (width, HIDDEN))
+    travel = Travel(int(rng.integers(1, 9)), Work(weights=rng.uniform(0, 4) * width))
+    # What travels comes back as wide as it went.
+    return Node(replace(op, travel=travel if width == HIDDEN else None), part, chosen=chosen)
 
 
 def _mixer(axis: Axis, width: int, joined: bool) -> Node:

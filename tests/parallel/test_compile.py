@@ -9,11 +9,11 @@ from numpy_ranks import (
     VOCAB,
     Node,
     NumpyRanks,
+    any_hardware,
     dense,
     load_of,
     meshes,
     random_graph,
-    random_hardware,
 )
 
 from quickturn.parallel import compile as compiler
@@ -22,7 +22,7 @@ from quickturn.parallel.cost import Hardware, Load
 from quickturn.parallel.mesh import Mesh
 from quickturn.parallel.moves import Tensor, Ways, edges
 from quickturn.parallel.placement import Partial, PlacementError, Replicate, Shard
-from quickturn.parallel.program import Fused, Layout, Move, Program, Select
+from quickturn.parallel.program import Dispatch, Fused, Layout, Move, Program, Select
 
 CASES = 40
 
@@ -40,7 +40,7 @@ def check(rng: np.random.Generator) -> Program:
     ids = [rng.integers(0, VOCAB, tokens).astype(float) for tokens in own]
     rows = [np.sort(rng.permutation(tokens)[: rng.integers(0, tokens + 1)]) for tokens in own]
     ops = [node.op for node in nodes]
-    program = compile_program(ops, tail, mesh, load_of(own), random_hardware(rng))
+    program = compile_program(ops, tail, mesh, load_of(own), any_hardware(rng))
     given = NumpyRanks(mesh, nodes, ids, rows).run(program)
     for rank, found in enumerate(given):
         group = rank // mesh.attention_span
@@ -67,11 +67,13 @@ def test_random_cases_use_every_instruction() -> None:
                 found.add(instruction.kind)
             if isinstance(instruction, Move) and instruction.tensor == "residual":
                 found.add(f"{instruction.kind} of the stream")
+            if isinstance(instruction, Dispatch):
+                found.add(f"dispatch over {'all' if instruction.before.span == 1 else 'some'} ranks")
     assert found >= {
         "slice_tokens", "slice_features", "all_reduce", "all_gather_tokens", "all_gather_features",
         "reduce_scatter_tokens", "reduce_scatter_features", "all_to_all_to_tokens", "all_to_all_to_features",
         "all_reduce_add_norm", "reduce_scatter_add_norm", "slice_tokens of the stream",
-        "all_gather_tokens of the stream",
+        "all_gather_tokens of the stream", "dispatch over all ranks", "dispatch over some ranks",
     }  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def test_the_search_finds_the_cheapest_program(seed: int) -> None:
     for _ in range(12):
         mesh = small[rng.integers(len(small))]
         nodes, _ = random_graph(rng, 3)
-        hardware, load = random_hardware(rng), Load(int(rng.integers(1, 9)), 1, 1, 16)
+        hardware, load = any_hardware(rng), Load(int(rng.integers(1, 9)), 1, 1, 16)
         program = compile_program([node.op for node in nodes], len(nodes), mesh, load, hardware)
         by_hand = cheapest(nodes, mesh, load, hardware, 0, Layout(mesh.attention_span), 0)
         assert program.seconds == pytest.approx(by_hand, rel=1e-9), mesh

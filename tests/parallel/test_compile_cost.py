@@ -9,14 +9,17 @@ import pytest
 from quickturn.parallel.cost import (
     H200,
     Collective,
+    Exchange,
     Hardware,
     Load,
     collective_seconds,
     decode_load,
     kernel_seconds,
+    prefill_load,
     wire_bytes,
 )
-from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Work
+from quickturn.parallel.ops import CacheWork, ExpertWork, Merge, Op, Travel, Work
+from quickturn.parallel.placement import Partial, Placed, Replicate
 
 KINDS = get_args(Collective)
 SIZES = [0.0, *(2.0**power for power in range(0, 34))]
@@ -99,3 +102,45 @@ def test_caches_are_read_as_far_as_they_are_seen() -> None:
 def test_rates_of_other_machines_can_be_given() -> None:
     slow = Hardware("slow", 1.0, 1.0, 0.0, 1.0, H200.exchanges)
     assert kernel_seconds(3.0, 2.0, slow) == pytest.approx(3.0)
+
+
+def mixture(top_k: int) -> Op:
+    """128 experts of 10 bytes and 3 operations a token on 16 ranks, 100 features."""
+    work = Work(weights=5.0, experts=ExpertWork(8, 128, top_k, 10.0, 3.0))
+    travel = Travel(top_k, Work(weights=7.0, operations=11.0), kept=2.0)
+    return Op(Placed("mix", "moe", Replicate(), Partial()), 100, 100, work, travel=travel)
+
+
+def test_a_token_travels_once_to_each_rank_of_its_experts() -> None:
+    """Bytes worked out by hand: 2 a feature, there and back, and 8 an expert on the way there."""
+    prompt, decoding = prefill_load(50), decode_load(50, 1000)
+    assert mixture(4).messages(50, 16, prompt) == (50 * 4 * (200 + 32), 50 * 4 * 200)
+    assert mixture(20).messages(50, 16, prompt) == (50 * 16 * (200 + 160), 50 * 16 * 200)
+    assert mixture(4).messages(50, 16, decoding) == (50 * 16 * (200 + 32), 50 * 16 * 200)
+
+
+def test_the_terms_of_a_mixture_whose_tokens_travel() -> None:
+    """On machines on which one thing alone takes time."""
+    op, prompt, decoding = mixture(4), prefill_load(50), decode_load(50, 1000)
+    nothing = tuple((kind, Exchange(0.0, 0.0, 1.0)) for kind in KINDS)
+    free = Hardware("free", 1e30, 1e30, 0.0, 1e30, nothing, 0.0)
+
+    def times(hardware: Hardware, load: Load) -> tuple[float, float]:
+        return op.travel_seconds(50, 16, load, hardware)
+
+    assert times(free, prompt) == pytest.approx((0, 0), abs=1e-20)
+    assert times(replace(free, launch=1.0), prompt) == pytest.approx((4, 0), abs=1e-20)
+    assert times(replace(free, host=1.0), prompt) == pytest.approx((0, 1), abs=1e-20)
+    assert times(replace(free, host=1.0), decoding) == pytest.approx((0, 0), abs=1e-20)
+    started = tuple((kind, Exchange(float(kind == "all_to_all"), 0.0, 1.0)) for kind in KINDS)
+    assert times(replace(free, exchanges=started), prompt) == pytest.approx((0, 3), abs=1e-20)
+    assert times(replace(free, exchanges=started), decoding) == pytest.approx((0, 2), abs=1e-20)
+    sent = 15 / 16 * (50 * 4 * 232 + 50 * 4 * 200 + 8 * 16)
+    assert times(replace(free, link=1.0), prompt) == pytest.approx((0, sent))
+    routed = 50 * 16 * 4 / 16 * 3 + 50 * 11
+    assert times(replace(free, compute=1.0), prompt) == pytest.approx((routed, 0), abs=1e-20)
+    rows = 50 * 4 * 432
+    touched = op.work.experts.touched(800) * 10 if op.work.experts else 0.0
+    assert times(replace(free, memory=1.0), prompt) == pytest.approx(
+        (touched + 3 * rows + 7 + 50 * 400, 0), abs=1e-20
+    )

@@ -17,6 +17,7 @@ from quickturn.parallel.explain import Explained
 from quickturn.parallel.explain_svg import svg
 from quickturn.parallel.explain_text import size, text, time
 from quickturn.parallel.mesh import make_mesh
+from quickturn.parallel.program import Dispatch
 
 GOLDEN = Path(__file__).with_name("explain_qwen3_moe.txt")
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -108,6 +109,35 @@ def test_the_drawing_says_what_the_text_says(model: Path, tmp_path: Path) -> Non
     )
     assert "Layers 1-46 (46 alike)" in words
     assert not re.search(r"(href|src|url)\s*[=(]", file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "tokens", "travels"),
+    [(8, 8, 16384, 0), (8, 2, 4096, 47), (64, 8, 4096, 47), (64, 8, 0, 0)],
+    ids=["as many experts as ranks", "few experts", "many ranks", "decode"],
+)
+def test_tokens_travel_where_that_pays(ranks: int, top_k: int, tokens: int, travels: int) -> None:
+    """In all layers but the last, of which one token is sampled. In a decode step's graph they would have to
+    go everywhere.
+    """
+    load = prefill_load(tokens) if tokens else decode_load(64, 8192)
+    model = architecture_of(QWEN3_30B_A3B | {"num_experts_per_tok": top_k})
+    shown = explain_model(model, make_mesh(dp=ranks, ep=ranks), load)
+    assert sum(isinstance(one, Dispatch) for one in shown.program.instructions) == travels
+    lines = [(section, line) for section in shown.sections for line in section.lines]
+    found = [(section, line) for section, line in lines if line.kind == "dispatch"]
+    assert sum(section.times for section, _ in found) == travels
+    assert shown.total("seconds") == pytest.approx(shown.program.seconds, rel=1e-9)
+    assert shown.between > 0.99 * sum(section.times * line.between for section, line in found)
+    for _, line in found:
+        # To and fro, of what a rank would have for itself, too.
+        copies = min(top_k, ranks) * (ranks - 1) / ranks
+        assert line.sent == pytest.approx(copies * (2 * 2 * 2048 + 8 * top_k))
+        assert 0 < line.between < line.seconds
+        assert line.held == 128 // ranks * 3 * 768 * 2048 * 2 + 128 * 2048 * 2
+    assert (f"dispatch + combine over {ranks}: mlp.experts" in text("it", shown)) == bool(travels)
+    assert ("dispatch + combine: mlp.experts" in svg("it", shown)) == bool(travels)
+    tree.fromstring(svg("it", shown))
 
 
 def test_a_drawing_escapes_names() -> None:

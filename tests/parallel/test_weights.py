@@ -141,6 +141,28 @@ def test_floats(tmp_path: Path, option: str) -> None:
         check_shares(architecture, SafetensorsSource(tmp_path), mesh)
 
 
+def test_a_shared_expert_for_tokens_that_travel(tmp_path: Path) -> None:
+    """Held once more, by features over the ranks that have the same experts."""
+    write("qwen3-next", tmp_path)
+    plain_one = architecture_of(read_config(tmp_path))
+    names = [step.name for step in plain_one.declarations()]
+    mixtures = {names.index(step.name) for step in plain_one.mixtures()}
+    assert plain_one.dispatching(()) == plain_one
+    architecture, source = plain_one.dispatching(mixtures), SafetensorsSource(tmp_path)
+    more = {spec.name for spec in architecture.weights()} - {spec.name for spec in plain_one.weights()}
+    assert len(more) == 2 * len(mixtures)
+    whole = plain(load_parameters(plain_one.weights(), source, torch.float32, CPU))
+    specs = {spec.name: spec for spec in choose(architecture.weights(), source.shapes())}
+    for mesh, rank in product((make_mesh(tp=2, ep=2), MESHES["ep4"], MESHES["tp2dp2"]), range(2)):
+        place = Place(mesh, rank)
+        found = plain(load_parameters(architecture.weights(), source, torch.float32, CPU, place=place))
+        assert set(found) == set(whole) | more
+        for name, got in found.items():
+            assert torch.equal(got, own_part(whole[name.replace(".whole", "")], specs[name], place)), name
+        for name in more:
+            assert found[name].numel() * mesh.moe_tp == whole[name.replace(".whole", "")].numel()
+
+
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "F16"), ("llama", "Q4_1"), ("qwen2", "Q8_0"), ("qwen2", "Q6_K")]
 )
