@@ -10,13 +10,14 @@ class Constraint:
     `source` is the JSON of an xgrammar structural tag, which JSON schemas, regular expressions and EBNF
     grammars are wrapped in. It holds behind the model's thinking: `thinking` says that the prompt leaves the
     answer inside of it, the token ids of `think_close` end it, and one token of `think_open` may begin it
-    where the answer begins.
+    where the answer begins. `closes`: JSON that would be cut by `max_tokens` is brought to an end before.
     """
 
     source: str
     think_open: tuple[int, ...] = ()
     think_close: tuple[int, ...] = ()
     thinking: bool = False
+    closes: bool = False
 
 
 @dataclass(frozen=True)

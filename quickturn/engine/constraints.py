@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quickturn.engine.closing import EVERY, HORIZON, SLACK, Ways
 from quickturn.engine.grammar import GrammarPool
 from quickturn.engine.messages import AddRequest, CheckConstraint, ConstraintChecked
 from quickturn.sampling_params import Constraint
@@ -27,8 +28,16 @@ SLOW_MASK_S = 0.2
 class ConstrainedRow:
     """The grammar state of one request."""
 
-    def __init__(self, constraint: Constraint, compiled: "CompiledGrammar") -> None:
-        """The state before the first token."""
+    def __init__(
+        self, constraint: Constraint, compiled: "CompiledGrammar", ways: Ways | None = None, most: int = 0
+    ) -> None:
+        """The state before the first token. With `ways`, an answer of at most `most` tokens is brought to its
+        end before they run out.
+        """
+        self._ways, self._most = ways, most
+        self._way: list[int] = []
+        self.cut = False
+        """Whether it was brought to an end that the model hadn't in mind."""
         self._constraint = constraint
         self._compiled = compiled
         self._thinking = False
@@ -37,6 +46,7 @@ class ConstrainedRow:
     def accept(self, token: int) -> bool:
         """Advance by a token of the answer; False if the grammar doesn't allow it."""
         self._tokens.append(token)
+        self._way = self._way[1:] if self._way[:1] == [token] else []
         if self._thinking:
             close = self._constraint.think_close
             if tuple(self._tokens[-len(close) :]) == close:
@@ -53,6 +63,7 @@ class ConstrainedRow:
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
+        self._way = []
         if count <= self._matched and not self._thinking:
             if count:
                 self._matcher.rollback(count)
@@ -70,6 +81,11 @@ class ConstrainedRow:
         """
         if self._thinking or self._matcher.is_terminated():
             return False
+        if self._must_close():
+            token = self._way[0]
+            bitmask[row] = 0
+            bitmask[row, token // 32] = (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
+            return True
         if not self._matcher.fill_next_token_bitmask(bitmask, row):
             return False
         if not self._tokens and self._may_open():
@@ -78,6 +94,21 @@ class ConstrainedRow:
             word = int(bitmask[row, first // 32]) | bit
             bitmask[row, first // 32] = word - (1 << 32) if word >= 1 << 31 else word
         return True
+
+    def _must_close(self) -> bool:
+        """Whether the next token is the first of the way out."""
+        if self.cut and self._way:
+            # A way is gone to its end: another look may begin another one.
+            return True
+        left = self._most - len(self._tokens)
+        if self._ways is None or left > HORIZON or (left % EVERY and not self.cut):
+            return False
+        found = self._ways.out(self._matcher, left)
+        if found is None:
+            return False
+        self.cut = self.cut or (bool(found) and len(found) + min(SLACK, self._most // 4) >= left)
+        self._way = found or [self._ways.end]
+        return self.cut
 
     @property
     def finished(self) -> bool:

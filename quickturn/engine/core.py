@@ -122,7 +122,8 @@ class EngineCore:
             if isinstance(outcome, str):
                 self.reject(request.id, outcome)
                 return
-            row = ConstrainedRow(sampling.constraint, outcome)
+            ways = self.grammars.ways if sampling.constraint.closes else None
+            row = ConstrainedRow(sampling.constraint, outcome, ways, sampling.max_tokens)
         if sampling.prompt_logprobs is not None and self._groups:
             self.reject(request.id, "log-probabilities of a prompt's tokens can't be had with --dp yet")
             return
@@ -410,6 +411,8 @@ class EngineCore:
         live = self._live.pop(id)
         self._constrained -= live.row is not None
         finish = "error" if live.error else FINISH_REASONS[reason]
+        if finish == "stop" and live.row is not None and live.row.cut:
+            finish = "length"
         self._finished[finish] += 1
         cached = -1 if live.reported else max(live.cached_tokens, 0)
         return TokenOutput(id, tokens, finish, cached, logprobs, live.error)

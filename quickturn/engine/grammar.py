@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quickturn.engine.closing import Ways
 from quickturn.sampling_params import Constraint
 
 if TYPE_CHECKING:
@@ -55,7 +56,18 @@ class GrammarPool:
         self._workers = 0
         self._given_up: list[_Job] = []
         self._info: TokenizerInfo | None = None
+        self._ways: Ways | None = None
         self._info_lock = threading.Lock()
+
+    @property
+    def ways(self) -> Ways:
+        """How answers over the model's vocabulary are brought to an end."""
+        if self._ways is None:
+            with self._info_lock:
+                if self._info is None:
+                    self._info = self._tokenizer()
+            self._ways = Ways(self._info)
+        return self._ways
 
     def outcome(self, constraint: Constraint) -> "CompiledGrammar | str | None":
         """The compiled grammar or an error text; None while it compiles, which this call begins if need

@@ -107,6 +107,35 @@ def test_a_bad_grammar_is_an_error_that_says_why(llm: LLM) -> None:
         SamplingParams(ignore_eos=True, constraint=regex("a"))
 
 
+@pytest.mark.parametrize("most", [30, 200])
+def test_json_that_runs_out_of_tokens_is_closed(pool: GrammarPool, most: int) -> None:
+    """A string that goes on for ever, in an object that must have more; without the wish it goes on."""
+    strings = {
+        "type": "object",
+        "properties": {key: {"type": "string"} for key in "ab"},
+        "required": ["a", "b"],
+    }
+    constraint = schema(strings)
+    begin, more = pool_tokens('{"a": "'), pool_tokens(" word")[0]
+    for ways in (pool.ways, None):
+        row = ConstrainedRow(constraint, compiled(pool, constraint), ways, most)
+        written: list[int] = []
+        mask = torch.empty((1, bitmask_words(VOCAB)), dtype=torch.int32)
+        while len(written) < most and not row.finished:
+            mask.fill_(-1)
+            row.fill(mask, 0)
+            token = begin[len(written)] if len(written) < len(begin) else more
+            if not allowed(mask, token):
+                (token,) = (each for each in range(VOCAB) if allowed(mask, each))
+            assert row.accept(token)
+            written.append(token)
+        text = load_tokenizer("embedded").decode(written)
+        assert row.cut == row.finished == (ways is not None)
+        if row.cut:
+            assert json.loads(text)["b"] == ""
+            assert len(written) > most // 2
+
+
 def test_thinking_is_free_and_the_grammar_follows(pool: GrammarPool) -> None:
     """One accepted batch may span the end of thinking and the first tokens of the object."""
     open_id, close_id = 17, 18

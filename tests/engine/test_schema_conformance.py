@@ -20,8 +20,6 @@ jsonschema = pytest.importorskip("jsonschema")
 
 COUNT = int(os.environ.get("QUICKTURN_SCHEMAS", "200"))
 MAX_TOKENS = 300
-MOST_CUT = 0.1
-"""Objects may have properties without end: such answers are cut where `max_tokens` says so, and say so."""
 
 
 def test_every_answer_is_valid_or_refused() -> None:
@@ -32,7 +30,7 @@ def test_every_answer_is_valid_or_refused() -> None:
     with LLM("embedded", dtype="bfloat16", memory=640 << 20, max_requests=96) as llm:
         for id, schema in enumerate([*drawn_schemas(seed, COUNT), *(schema for schema, _ in REFUSED)]):
             try:
-                constraint = Constraint(source(json_schema(schema)))
+                constraint = Constraint(source(json_schema(schema)), closes=True)
             except BadSchema:
                 refused += 1
                 continue
@@ -52,11 +50,19 @@ def test_every_answer_is_valid_or_refused() -> None:
         texts = {id: llm.tokenizer.decode(tokens[id]) for id in schemas}
     assert refused == len(REFUSED)
     assert set(finish.values()) <= {"stop", "length"}
-    whole = {id: schema for id, schema in schemas.items() if finish[id] == "stop"}
-    print(f"{len(whole)} of {len(schemas)} answers were not cut, {refused} schemas were refused")
-    assert len(whole) >= (1 - MOST_CUT) * len(schemas)
-    for id, schema in whole.items():
+    broken = []
+    for id, schema in schemas.items():
         items = schema.get("items")
         if isinstance(items, list):
             schema = {"type": "array", "prefixItems": items, "items": False}
-        jsonschema.Draft202012Validator(schema).validate(json.loads(texts[id]))
+        try:
+            value = json.loads(texts[id])
+        except ValueError:
+            assert finish[id] == "length", texts[id]
+            broken.append(texts[id])
+            continue
+        jsonschema.Draft202012Validator(schema).validate(value)
+    cut = sum(reason == "length" for reason in finish.values())
+    print(f"{cut} of {len(schemas)} answers were brought to an end, {refused} schemas were refused: {broken}")
+    # A way out that grows faster than it's looked at: none in 400 answers when this was written.
+    assert len(broken) <= 1

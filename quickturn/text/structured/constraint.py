@@ -1,6 +1,7 @@
 """Which grammar an answer has to follow, if any."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quickturn.sampling_params import Constraint
 from quickturn.text.answer_format import AnswerMarkup
@@ -30,6 +31,8 @@ def constraint_of(
         return None
     if markup.format.whole is not None:
         return Constraint(formats.source(_harmony(markup, output, tools, must_call)))
+    # Not calls: half an argument is no argument, and somebody would act on it.
+    closes = output is not None and output.get("type") == "json_schema" and not tools and not must_call
     allowed: list[Format] = []
     if must_call or (tools and output is not None):
         allowed.append(_grammar(markup).calls(tools, single_call))
@@ -37,7 +40,8 @@ def constraint_of(
         allowed.append(output)
     if not allowed:
         return _after_thinking(markup, _grammar(markup).in_text(tools), thinking, leading_space=False)
-    return _after_thinking(markup, formats.either(allowed), thinking, leading_space=True)
+    found = _after_thinking(markup, formats.either(allowed), thinking, leading_space=True)
+    return replace(found, closes=closes)
 
 
 def helpful_constraint(markup: AnswerMarkup, thinking: bool) -> Constraint | None:
