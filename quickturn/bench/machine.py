@@ -1,6 +1,8 @@
 """What machine this is. Imports nothing heavy: clients of servers ask, too."""
 
 import platform
+import subprocess
+from pathlib import Path
 
 
 def processor() -> str:
@@ -13,3 +15,21 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def commit(digits: int = 40) -> str:
+    """The commit of this code in so many digits, with a + where it was changed since; '' outside a
+    repository.
+    """
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        changed = "+" if git("status", "--porcelain", "-uno") else ""
+        return git("rev-parse", f"--short={digits}", "HEAD") + changed
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -25,13 +25,6 @@ app.command(epilog=bench_sweep.SWEEP_EXAMPLE)(options.explained()(bench_sweep.sw
 app.command(epilog=bench_sweep.PAGE_EXAMPLE)(options.explained()(bench_sweep.page))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} must be whole numbers with commas, such as 512,2048") from error
-
-
 @app.command(
     epilog="Example: quickturn bench offline embedded --dtype bfloat16 --peer transformers --output out.json"
 )
@@ -66,7 +59,7 @@ def offline(
         memory=memory,
     )
     resolve(config.model)
-    lengths, batches = _numbers(prefill), _numbers(decode)
+    lengths, batches = options.numbers(prefill), options.numbers(decode)
     result: dict[str, object] = {}
     if starts:
         figure = measure_start(config, starts)
@@ -155,7 +148,7 @@ def latency(
         typer.echo(shape.line())
         shapes.append(asdict(shape))
     firsts = []
-    for length in _numbers(first_token):
+    for length in options.numbers(first_token):
         first = bench.first_token(running, length, repeats)
         typer.echo(first.line())
         firsts.append(asdict(first))
@@ -202,7 +195,7 @@ def throughput(
 
     if peer not in ("", "transformers"):
         raise typer.BadParameter(f"no peer {peer!r}; there is 'transformers'")
-    loads = [bench.Load(n, turns, _range(prompt), _range(answer), shared) for n in _numbers(users)]
+    loads = [bench.Load(n, turns, _range(prompt), _range(answer), shared) for n in options.numbers(users)]
     config = options.engine_config(
         model,
         load_format=load_format,
@@ -270,7 +263,7 @@ def _batching_peer(config: EngineConfig, loads: "list[Load]", vocab_size: int) -
 
 def _range(text: str) -> tuple[int, int]:
     """'512' or '512-2048'."""
-    numbers = _numbers(text.replace("-", ","))
+    numbers = options.numbers(text.replace("-", ","))
     if len(numbers) not in (1, 2):
         raise typer.BadParameter(f"{text!r} must be a number or a range, such as 1024 or 512-2048")
     return numbers[0], numbers[-1]
@@ -278,7 +271,7 @@ def _range(text: str) -> tuple[int, int]:
 
 def _tuples(text: str, size: int) -> list[tuple[int, ...]]:
     """Entries such as '8x2048', comma between them."""
-    entries = [tuple(_numbers(entry.replace("x", ","))) for entry in text.split(",") if entry]
+    entries = [tuple(options.numbers(entry.replace("x", ","))) for entry in text.split(",") if entry]
     if any(len(entry) != size for entry in entries):
         raise typer.BadParameter(f"{text!r} must be entries of {size} numbers with x between, such as 8x2048")
     return entries

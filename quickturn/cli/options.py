@@ -113,6 +113,14 @@ Core = Annotated[str, typer.Option(help="Class that the engine process runs, as 
 _MESH = ("tp", "dp", "cp", "dense_tp", "moe_tp", "ep")
 
 
+def numbers(text: str) -> list[int]:
+    """What an option such as `--batches 1,8` holds."""
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} must be whole numbers with commas, such as 512,2048") from error
+
+
 def engine_config(model: str, **options: Any) -> EngineConfig:
     """The configuration that the options describe; a wrong combination ends the command with its message."""
     memory = options.pop("memory", "")

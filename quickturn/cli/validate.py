@@ -17,10 +17,7 @@ EXAMPLE = "Example: quickturn validate embedded --output before.tar.zst"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} must be whole numbers with commas, such as 1,8") from error
+    return tuple(options.numbers(text))
 
 
 @options.explained()

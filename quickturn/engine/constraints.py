@@ -46,7 +46,8 @@ class ConstrainedRow:
     def accept(self, token: int) -> bool:
         """Advance by a token of the answer; False if the grammar doesn't allow it."""
         self._tokens.append(token)
-        self._way = self._way[1:] if self._way[:1] == [token] else []
+        if self._way:
+            self._way = self._way[1:] if self._way[0] == token else []
         if self._thinking:
             close = self._constraint.think_close
             if tuple(self._tokens[-len(close) :]) == close:
@@ -82,17 +83,13 @@ class ConstrainedRow:
         if self._thinking or self._matcher.is_terminated():
             return False
         if self._must_close():
-            token = self._way[0]
             bitmask[row] = 0
-            bitmask[row, token // 32] = (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
+            _allow(bitmask[row], self._way[0])
             return True
         if not self._matcher.fill_next_token_bitmask(bitmask, row):
             return False
         if not self._tokens and self._may_open():
-            first = self._constraint.think_open[0]
-            bit = 1 << (first % 32)
-            word = int(bitmask[row, first // 32]) | bit
-            bitmask[row, first // 32] = word - (1 << 32) if word >= 1 << 31 else word
+            _allow(bitmask[row], self._constraint.think_open[0])
         return True
 
     def _must_close(self) -> bool:
@@ -129,6 +126,12 @@ class ConstrainedRow:
 
     def _may_open(self) -> bool:
         return bool(self._constraint.think_open) and not self._constraint.thinking
+
+
+def _allow(words: torch.Tensor, token: int) -> None:
+    """Set the bit of `token` in a row of int32 words."""
+    word = int(words[token // 32]) | 1 << (token % 32)
+    words[token // 32] = word - (1 << 32) if word >= 1 << 31 else word
 
 
 def bitmask_words(vocab_size: int) -> int:

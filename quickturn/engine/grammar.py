@@ -63,10 +63,7 @@ class GrammarPool:
     def ways(self) -> Ways:
         """How answers over the model's vocabulary are brought to an end."""
         if self._ways is None:
-            with self._info_lock:
-                if self._info is None:
-                    self._info = self._tokenizer()
-            self._ways = Ways(self._info)
+            self._ways = Ways(self._vocabulary())
         return self._ways
 
     def outcome(self, constraint: Constraint) -> "CompiledGrammar | str | None":
@@ -145,11 +142,14 @@ class GrammarPool:
     def _compile(self, source: str) -> "CompiledGrammar":
         import xgrammar
 
+        compiler = xgrammar.GrammarCompiler(self._vocabulary(), max_threads=1, cache_enabled=False)
+        return compiler.compile_grammar(grammar_of(source))
+
+    def _vocabulary(self) -> "TokenizerInfo":
         with self._info_lock:
             if self._info is None:
                 self._info = self._tokenizer()
-        compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        return compiler.compile_grammar(grammar_of(source))
+            return self._info
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from quickturn.engine.messages import TokenLogprobs
+from quickturn.engine.prompt_scores import ScoredPrompt
 from quickturn.server.generation import Generation, Piece
 from quickturn.server.openai_objects import completion_logprobs, new_id, prompt_logprobs, usage_object
-from quickturn.server.prompt_scores import ScoredPrompt
 from quickturn.server.streaming import DONE, event_of
 from quickturn.text.tokenizer import Tokenizer
 from quickturn.text.vocabulary import TokenDecoder, Vocabulary

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
+from quickturn.engine.prompt_scores import ScoredPrompt
 from quickturn.server.answering import Answers
 from quickturn.server.generation import Piece
 from quickturn.server.openai_objects import chat_logprobs, new_id, prompt_logprobs, usage_object
-from quickturn.server.prompt_scores import ScoredPrompt
 from quickturn.server.streaming import DONE, Frame, event_of
 from quickturn.text.answer_reader import AnswerEvent, Finished
 from quickturn.text.parsing.events import (

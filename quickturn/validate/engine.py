@@ -10,6 +10,7 @@ import numpy as np
 from quickturn.config import EngineConfig
 from quickturn.engine.core import EngineCore
 from quickturn.engine.messages import AddRequest, CancelRequest, PromptScores, TokenLogprobs
+from quickturn.engine.prompt_scores import ScoredPrompt
 from quickturn.sampling_params import SamplingParams
 
 
@@ -94,15 +95,4 @@ class Engine:
             answer.finish, answer.error = output.finish or answer.finish, output.error or answer.error
         for news in self.core.news():
             if isinstance(news, PromptScores):
-                answers[news.id].scored += _scores(news)
-
-
-def _scores(scores: PromptScores) -> list[TokenLogprobs]:
-    logprobs = np.frombuffer(scores.logprobs, dtype="<f4")
-    shape = len(logprobs), -1
-    tokens = np.frombuffer(scores.top_tokens, dtype="<i4").reshape(shape).tolist()
-    tops = np.frombuffer(scores.top_logprobs, dtype="<f4").reshape(shape).tolist()
-    return [
-        TokenLogprobs(logprob, list(zip(*pairs, strict=True)))
-        for logprob, *pairs in zip(logprobs.tolist(), tokens, tops, strict=True)
-    ]
+                answers[news.id].scored += ScoredPrompt().add(news)

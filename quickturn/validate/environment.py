@@ -13,6 +13,7 @@ import torch
 from quickturn_kernels import current
 
 import quickturn
+from quickturn.bench.machine import commit
 from quickturn.bench.offline import machine
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "xgrammar")
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
     return {
         "code": {
             "version": quickturn.__version__,
-            "commit": _commit(),
+            "commit": commit() or None,
             "sources": digest(_packages()),
         },
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
@@ -66,29 +67,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout that runs, with "+" if files of it were changed; None outside of one."""
-    folder = Path(quickturn.__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            run = subprocess.run(
-                ["git", "-C", str(folder), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=20,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return run.stdout.strip() if run.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    if not commit:
-        return None
-    return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _driver() -> str | None:

@@ -1,39 +1,20 @@
 """Engines on tiny random checkpoints."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from driving import DEVICES, Checkpoint, Checkpoints
-from tiny import OPTIONS, random_checkpoint
+from threads import one_thread as one_thread
+from tiny import random_checkpoints
 from transformers import PreTrainedModel
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
     """`saved(option)`: the random checkpoint of an entry of `OPTIONS`, made once."""
-    made: dict[str, tuple[Path, PreTrainedModel]] = {}
-
-    def make(option: str) -> tuple[Path, PreTrainedModel]:
-        if option not in made:
-            reference = random_checkpoint(*OPTIONS[option])
-            directory = tmp_path_factory.mktemp(option)
-            reference.save_pretrained(directory)
-            made[option] = directory, reference
-        return made[option]
-
-    return make
+    return random_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(params=DEVICES)

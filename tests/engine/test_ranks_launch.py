@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from typer.testing import CliRunner
 
 from quickturn.cli.main import build
@@ -146,18 +147,6 @@ def place_of(config: EngineConfig, rank: int, port: int) -> Outside:
     place = outside(config, environment(rank, port))
     assert place is not None
     return place
-
-
-def free_port() -> int:
-    """A port whose next one is free, too."""
-    while True:
-        with socket.create_server(("", 0)) as first:
-            port: int = first.getsockname()[1]
-            try:
-                with socket.create_server(("", port + 1)):
-                    return port
-            except OSError:
-                continue
 
 
 def test_ranks_of_a_launcher_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,13 @@
 """Pairs of a transformers model and ours."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
+from threads import one_thread as one_thread
 from tiny import OPTIONS, load, random_checkpoint
 from transformers import PreTrainedModel
 
 from quickturn.models.base import Model
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 Pair = Callable[[str], tuple[PreTrainedModel, Model]]
 

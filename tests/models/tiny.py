@@ -1,5 +1,6 @@
 """Tiny random checkpoints, made with transformers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,19 @@ def load(path: Path | str, **options: Any) -> Model:
     """Our model of a path in float32 on the CPU."""
     config = EngineConfig(str(path), **({"dtype": "float32"} | options))
     return load_model(config, torch.device("cpu"))[0]
+
+
+def random_checkpoints(folder: Path) -> Callable[[str], tuple[Path, PreTrainedModel]]:
+    """A function from an entry of `OPTIONS` to its random checkpoint: the directory, under `folder`, in which
+    it was saved, and the model; each is made once.
+    """
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(option: str) -> tuple[Path, PreTrainedModel]:
+        if option not in made:
+            reference = random_checkpoint(*OPTIONS[option])
+            reference.save_pretrained(folder / option)
+            made[option] = folder / option, reference
+        return made[option]
+
+    return make

@@ -2,17 +2,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import torch
 from crew import Crew
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are no faster on two threads, and far slower if the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from threads import one_thread as one_thread
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from free_port import free_port
 from servers import Served, start_server, stop_server
 from tiny import random_checkpoint
 from tiny_text import write_tiny_text
@@ -214,15 +214,3 @@ def launched(model: Path, rank: int, port: int) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    """A port whose next one is free, too."""
-    while True:
-        with socket.create_server(("", 0)) as first:
-            port: int = first.getsockname()[1]
-            try:
-                with socket.create_server(("", port + 1)):
-                    return port
-            except OSError:
-                continue

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from quickturn import __version__
 from quickturn.bench.agent.figures import figures, over_time
 from quickturn.bench.agent.run import Run
-from quickturn.bench.machine import processor
+from quickturn.bench.machine import commit, processor
 
 KIND = "agent"
 SECRETS = ("--api-key",)
@@ -70,7 +69,7 @@ def environment(words: Sequence[str]) -> dict[str, Any]:
         "load_1m": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "quickturn": __version__,
-        "commit": commit(),
+        "commit": commit(12),
         "command": " ".join(without_secrets(words)),
     }
 
@@ -87,21 +86,6 @@ def without_secrets(words: Sequence[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def commit() -> str:
-    """The commit of this code, with a + where it was changed since; '' outside a repository."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *words], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def write(path: Path, found: dict[str, Any]) -> None:
