@@ -1,17 +1,20 @@
-"""All-reduce: what it means, how blocks of several ranks meet, and on two GPUs the kernel itself."""
+"""All-reduce: what it means, how blocks of several ranks meet, and on a GPU the kernel itself."""
 
+import os
 import random
-from collections.abc import Generator
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
-import torch.distributed as distributed
-import torch.multiprocessing as multiprocessing
 
-from quickturn_kernels import Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm
-from quickturn_kernels.ops.all_reduce import PeerMemory
+from quickturn_kernels import Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm, cuda_build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,57 +125,64 @@ def test_blocks_meet_in_any_order_of_time(ranks: int, seed: int) -> None:
                 assert got == [sum(row) for row in zip(*inputs, strict=True)]
 
 
-def on_a_gpu(rank: int, ranks: int, store: str) -> None:
-    """Both shots, with and without the norm, fed anew by a replayed graph."""
-    from quickturn_kernels.ops.all_reduce import hopper
+CARD = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and cuda_build.compiler()
+needs_hopper = pytest.mark.skipif(not CARD, reason="needs a Hopper GPU and nvcc")
+CHILD = Path(__file__).with_name("all_reduce_ranks.py")
+LIMIT_S = 60.0
 
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
-    def exchange(said: bytes) -> list[bytes]:
-        heard: list[bytes] = [b""] * ranks
-        distributed.all_gather_object(heard, said)
-        return heard
+def run_to_end(commands: list[list[str]], more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Runs children side by side, which share the GPU. One that fails or hangs ends all of them."""
+    for name in ("all_reduce", "norm"):
+        cuda_build.build(cuda_build.source_directory() / f"{name}.cu", (9, 0))
+    # Streams of one process that share a queue of the GPU would wait for each other.
+    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TRITON_INTERPRET": "0", **more}
+    with tempfile.TemporaryFile() as said:
+        children = [
+            subprocess.Popen(
+                [sys.executable, str(CHILD), *words], stdout=said, stderr=subprocess.STDOUT, env=environment
+            )
+            for words in commands
+        ]
+        deadline = time.monotonic() + LIMIT_S
+        try:
+            for child in children:
+                child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            codes = [child.poll() for child in children]
+            for child in children:
+                child.kill()
+                child.wait()
+        said.seek(0)
+        text = said.read().decode()
+    print(text)
+    assert codes == [0] * len(children), (
+        f"exit statuses {codes} (None: hung for {LIMIT_S:g} s)\n{text[-4000:]}"
+    )
 
-    memory = PeerMemory(rank, ranks, device, exchange)
-    for rows, width in ((1, 2048), (3, 4096), (64, 5120), (33, 8), (200, 16384), (512, 4096)):
-        for two_shots in (False, True):
-            for wide in (False, True):
-                numbers = torch.Generator().manual_seed(rows * width + 2 * wide + two_shots)
-                parts = torch.randn(ranks, rows, width, generator=numbers).bfloat16()
-                stream = torch.randn(rows, width, generator=numbers).bfloat16().to(device)
-                weight = torch.randn(width, generator=numbers).to(device)
-                weight = weight if wide else weight.bfloat16()
-                total = torch.zeros(rows, width)
-                for part in parts:
-                    total += part.float()
-                summed = total.bfloat16().to(device)
-                x = parts[rank].to(device)
-                for _ in range(3):
-                    got = hopper.launch(memory, x, None, None, 0.0, two_shots)
-                    assert torch.equal(got, summed), (rows, width, two_shots)
-                kept = stream.clone()
-                want = add_rms_norm(summed, kept, weight, 1e-6)
-                got = hopper.launch(memory, x, stream, weight, 1e-6, two_shots)
-                torch.testing.assert_close(got, want, rtol=1.6e-2, atol=1.6e-2)
-                assert torch.equal(stream, kept), (rows, width, two_shots)
-    x = torch.zeros(16, 4096, dtype=torch.bfloat16, device=device)
-    graph = torch.cuda.CUDAGraph()
-    hopper.launch(memory, x, None, None, 0.0)
-    with torch.cuda.graph(graph):
-        out = [hopper.launch(memory, x, None, None, 0.0, two_shots) for two_shots in (False, True, False)]
-    for step in range(100):
-        x.fill_(step + rank)
-        graph.replay()
-        for got in out:
-            assert (got == ranks * step + ranks * (ranks - 1) // 2).all()
-    torch.cuda.synchronize()
-    distributed.barrier()
-    memory.close()
+
+@needs_hopper
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_as_streams_of_one_gpu(ranks: int, seed: int) -> None:
+    run_to_end([["streams", str(ranks), str(seed)]])
+
+
+@needs_hopper
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_as_processes_of_one_gpu(ranks: int, seed: int, tmp_path: Path) -> None:
+    store = str(tmp_path / "store")
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    run_to_end([["process", str(ranks), str(rank), store, str(seed)] for rank in range(ranks)], environment)
+
+
+@needs_hopper
+def test_a_rank_that_never_comes_ends_the_kernel() -> None:
+    run_to_end([["alone", "3"]])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpus_of_one_host(tmp_path: Path) -> None:
-    ranks = min(torch.cuda.device_count(), 8)
-    multiprocessing.spawn(on_a_gpu, (ranks, str(tmp_path / "store")), ranks)
+def test_gpus_of_one_host(tmp_path: Path, seed: int) -> None:
+    ranks, store = min(torch.cuda.device_count(), 8), str(tmp_path / "store")
+    run_to_end([["process", str(ranks), str(rank), store, str(seed)] for rank in range(ranks)])

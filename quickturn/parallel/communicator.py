@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as distributed
 from quickturn_kernels import PeerMemory, Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm
-from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, has_kernel
+from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, has_kernel, mapped
 
 from quickturn.parallel.collectives import Alone, Collectives, Counts, gathering
 from quickturn.parallel.mesh import Groups, Mesh, MeshAxis
@@ -213,7 +213,7 @@ def _peer_memory(
         return heard
 
     try:
-        return PeerMemory(index, size, device, exchange)
+        return mapped(index, size, device, exchange)
     except RuntimeError:
         return None
 

@@ -11,6 +11,9 @@
 // A slot is written anew two calls later. A block that has met the others once in the call between knows that
 // their kernels of this call have ended: nobody still reads. Nothing is sent back to the host, and how often
 // blocks met is counted on the device, so that a graph can be replayed.
+//
+// A rank that never comes is waited for only so long. Then the kernel says on the host whom it missed, and
+// ends with an error: nothing that it might have computed is ever seen.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -22,8 +25,9 @@ namespace quickturn {
 namespace {
 
 constexpr int kMaxRanks = 8;
-constexpr int kBlocks = 32;  // all at once on any Hopper, beside what else may run
-constexpr int kAhead = 4;    // ranks whose elements are on their way at once
+constexpr int kBlocks = 32;   // all at once on any Hopper, beside what else may run
+constexpr int kAhead = 4;     // ranks whose elements are on their way at once
+constexpr int kPolls = 4096;  // of a flag, between two looks at the clock
 constexpr size_t kFlagBytes = kBlocks * kMaxRanks * sizeof(uint32_t);
 
 struct Counters {
@@ -42,6 +46,8 @@ struct Arguments {
   long long x_pitch, residual_pitch;  // in vectors
   int rows, vectors;
   float width, eps;
+  unsigned long long patience;  // nanoseconds
+  int* missed;                  // on the host
 };
 
 __device__ __forceinline__ void store_release(uint32_t* at, uint32_t value) {
@@ -52,6 +58,27 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
+}
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Thread i waits until rank i has come to this meeting. The counter may run over: what counts is the
+// difference.
+__device__ __forceinline__ void wait_for(const Arguments& args, const uint32_t* theirs, uint32_t meeting) {
+  unsigned long long begun = 0;
+  for (uint32_t polls = 1; static_cast<int32_t>(load_acquire(theirs) - meeting) < 0; ++polls) {
+    if (polls % kPolls) continue;
+    const unsigned long long now = nanoseconds();
+    if (begun == 0) begun = now;
+    if (now - begun <= args.patience) continue;
+    *static_cast<volatile int*>(args.missed) = 1 + static_cast<int>(threadIdx.x);
+    __threadfence_system();
+    __trap();
+  }
 }
 
 __device__ __forceinline__ uint32_t* flag(const Arguments& args, int of, int from) {
@@ -68,10 +95,7 @@ __device__ __forceinline__ void meet(const Arguments& args, uint32_t meeting) {
   __syncthreads();
   if (threadIdx.x < args.ranks) {
     store_release(flag(args, threadIdx.x, args.rank), meeting);
-    const uint32_t* theirs = flag(args, args.rank, threadIdx.x);
-    // The counter may run over: what counts is the difference.
-    while (static_cast<int32_t>(load_acquire(theirs) - meeting) < 0) {
-    }
+    wait_for(args, flag(args, args.rank, threadIdx.x), meeting);
   }
   __syncthreads();
 }
@@ -189,11 +213,13 @@ extern "C" int quickturn_peer_close(void* area, int mapped) {
 // width. weight null: out is the sum. Else [width] bfloat16, or float32 with `wide`: residual [rows, width]
 // bfloat16 has the sum added to it, and out is its norm. Width and pitches are multiples of 8, width at most
 // 16,384, pointers 16-byte aligned, rows * width at most capacity / 2. Every rank calls this with the same
-// sizes, in the same order. Returns a cudaError_t.
+// sizes, in the same order. A rank that doesn't for `patience` nanoseconds makes the kernel write 1 + its
+// number to `missed`, which lies on the host, and trap. Returns a cudaError_t.
 extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long long capacity, int rank,
                                     int ranks, const void* x, long long x_pitch, void* residual,
                                     long long residual_pitch, const void* weight, int wide, void* out,
-                                    int rows, int width, float eps, int two_shots, void* stream) {
+                                    int rows, int width, float eps, int two_shots, long long patience,
+                                    int* missed, void* stream) {
   using namespace quickturn;
   if (width % 8 || x_pitch % 8 || residual_pitch % 8 || width > 8 * kMaxVectors * 1024 || ranks > kMaxRanks ||
       static_cast<long long>(rows) * width * 2 > capacity || capacity % 16)
@@ -214,6 +240,8 @@ extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long lon
   args.vectors = width / 8;
   args.width = static_cast<float>(width);
   args.eps = eps;
+  args.patience = static_cast<unsigned long long>(patience);
+  args.missed = missed;
   const auto kernel =
       two_shots ? choose<true>(weight != nullptr, wide) : choose<false>(weight != nullptr, wide);
   cudaLaunchConfig_t config{};

@@ -54,10 +54,14 @@ def launch(
     weight: Tensor | None,
     eps: float,
     two_shots: bool | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The sum, or its norm with `residual` and `weight`; `two_shots` None leaves the choice to the size."""
+    """The sum, or its norm with `residual` and `weight`; `two_shots` None leaves the choice to the size. It
+    is written to `out` (contiguous) if that is given.
+    """
     rows, width = x.shape
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     code = _function(x.device)(
         memory.areas,
         memory.counters.data_ptr(),
@@ -75,6 +79,8 @@ def launch(
         width,
         eps,
         memory.two_shots(x) if two_shots is None else two_shots,
+        int(memory.patience * 1e9),
+        memory.missed.data_ptr(),
         torch.cuda.current_stream(x.device).cuda_stream,
     )
     if code != 0:
@@ -103,6 +109,8 @@ def _function(device: torch.device) -> "ctypes._FuncPointer":
         whole,
         ctypes.c_float,
         whole,
+        long,
+        pointer,
         pointer,
     ]
     function.restype = whole
