@@ -1,0 +1,332 @@
+"""Ranks that sum over shared memory, for `test_all_reduce.py`; a process of its own, which may be killed.
+
+python all_reduce_ranks.py streams RANKS            all ranks in this process, on one GPU
+python all_reduce_ranks.py alone RANKS              as many, of which only one comes
+python all_reduce_ranks.py process RANKS RANK STORE one rank of several processes, which may share a GPU
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from quickturn_kernels import Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm, cuda_build
+from quickturn_kernels.ops.all_reduce import PeerMemory, hopper
+from quickturn_kernels.ops.all_reduce.peer_memory import CAPACITY, mapped, side_by_side
+
+SHAPES = ((1, 2048), (3, 4096), (64, 5120), (33, 8), (200, 16384), (512, 4096), (1, 16384), (31, 64))
+EPS = 1e-6
+PATIENCE_S = 20.0
+CYCLES = 200_000
+"""The longest that a rank comes late, about 100 us."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the ranks that this process runs."""
+
+    memory: PeerMemory
+    stream: torch.cuda.Stream
+
+    @property
+    def number(self) -> int:
+        return self.memory.rank
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those of this process, out of `world`."""
+
+    world: int
+    mine: Sequence[Rank]
+
+    def do(self, work: Callable[[Rank], None]) -> None:
+        """What each rank launches, at once on the device; returns when all have done it."""
+        torch.cuda.synchronize()
+        for rank in self.mine:
+            with torch.cuda.stream(rank.stream):
+                work(rank)
+        torch.cuda.synchronize()
+
+
+@dataclass
+class Case:
+    """A sum over all ranks, with the norm behind it (`weight`) or not. Inputs lie in rows with more behind
+    them, outputs are poisoned.
+    """
+
+    parts: list[Tensor]
+    residuals: list[Tensor]
+    outs: list[Tensor]
+    weight: Tensor | None
+    two_shots: bool
+    total: Tensor
+    kept: Tensor
+    normed: Tensor | None
+
+    def launch(self, rank: Rank) -> None:
+        at = rank.number
+        residual = None if self.weight is None else self.residuals[at]
+        out = self.outs[at]
+        hopper.launch(rank.memory, self.parts[at], residual, self.weight, EPS, self.two_shots, out)
+
+    def check(self, rank: Rank) -> None:
+        out, residual = self.outs[rank.number].cpu(), self.residuals[rank.number].cpu()
+        what = (tuple(out.shape), self.two_shots, self.weight is not None)
+        assert torch.equal(residual, self.kept), what
+        if self.normed is None:
+            assert torch.equal(out, self.total), what
+        else:
+            torch.testing.assert_close(out, self.normed, rtol=1.6e-2, atol=1.6e-2)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x on the GPU, with numbers behind each row that are none."""
+    wide = torch.full((x.shape[0], x.shape[1] + 8), float("nan"), dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return wide.cuda()[:, : x.shape[1]]
+
+
+def case(
+    ranks: Ranks, shape: tuple[int, int], two_shots: bool, weighted: torch.dtype | None, seed: int
+) -> Case:
+    """The same numbers in every process; all ranks' inputs are in each."""
+    numbers = torch.Generator().manual_seed(seed)
+    parts = torch.randn(ranks.world, *shape, generator=numbers).bfloat16()
+    residual = torch.randn(shape, generator=numbers).bfloat16()
+    weight = None if weighted is None else torch.randn(shape[1], generator=numbers).to(weighted)
+    total = torch.zeros(shape)
+    for part in parts:
+        total += part.float()
+    summed, kept = total.bfloat16(), residual.clone()
+    normed = None if weight is None else add_rms_norm(summed, kept, weight, EPS)
+    outs = [torch.full(shape, float("nan"), dtype=torch.bfloat16).cuda() for _ in parts]
+    return Case(
+        [strided(part) for part in parts],
+        [strided(residual) for _ in parts],
+        outs,
+        None if weight is None else weight.cuda(),
+        two_shots,
+        summed,
+        kept,
+        normed,
+    )
+
+
+def sums(ranks: Ranks, seed: int) -> None:
+    """Every size in one shot and two, with and without the norm, one at a time."""
+    for number, shape in enumerate(SHAPES):
+        for two_shots in (False, True):
+            for weighted in (None, torch.bfloat16, torch.float32):
+                one = case(ranks, shape, two_shots, weighted, seed + number)
+                ranks.do(one.launch)
+                for rank in ranks.mine:
+                    one.check(rank)
+                for out in one.outs[1:] if len(ranks.mine) > 1 else ():
+                    assert torch.equal(out, one.outs[0]), "ranks have different bits"
+
+
+def runs_ahead(ranks: Ranks, seed: int, calls: int) -> None:
+    """Many calls of changing sizes behind each other, to which ranks come late at random."""
+    numbers = random.Random(seed)
+    kinds = (None, torch.bfloat16, torch.float32)
+    shapes = [(numbers.randrange(1, 80), 8 * numbers.randrange(1, 600)) for _ in range(calls)]
+    cases = [
+        case(ranks, shape, numbers.random() < 0.5, numbers.choice(kinds), seed + 100 + at)
+        for at, shape in enumerate(shapes)
+    ]
+    late = [
+        [numbers.randrange(CYCLES) if numbers.random() < 0.2 else 0 for _ in cases]
+        for _ in range(ranks.world)
+    ]
+
+    def work(rank: Rank) -> None:
+        for one, cycles in zip(cases, late[rank.number], strict=True):
+            if cycles:
+                torch.cuda._sleep(cycles)
+            one.launch(rank)
+
+    ranks.do(work)
+    for one in cases:
+        for rank in ranks.mine:
+            one.check(rank)
+
+
+def replays(ranks: Ranks, seed: int, steps: int) -> None:
+    """A graph of calls in one shot and two, with the norm and without, fed anew and replayed; other calls
+    between its replays.
+    """
+    shape, world = (16, 4096), ranks.world
+    recorded = {rank.number: record(rank, shape) for rank in ranks.mine}
+    seen = {rank.number: torch.full((steps, 5), float("nan")).cuda() for rank in ranks.mine}
+    between = [case(ranks, (5, 64), step % 2 == 0, None, seed + step) for step in range(3)]
+
+    def work(rank: Rank) -> None:
+        at = rank.number
+        for step in range(steps):
+            recorded[at].x.fill_(step % 50 + at)
+            recorded[at].graph.replay()
+            seen[at][step].copy_(recorded[at].result)
+            if step % 7 == 0:
+                between[step % 3].launch(rank)
+
+    ranks.do(work)
+    kept, expected = 0.0, []
+    for step in range(steps):
+        total = world * (step % 50) + world * (world - 1) // 2
+        kept = float(torch.tensor(kept + total).bfloat16())
+        expected.append([total, total, kept, kept])
+    for rank in ranks.mine:
+        got = seen[rank.number].cpu()
+        assert torch.equal(got[:, :4], torch.tensor(expected)), rank.number
+        assert (got[1:, 4] > 0.98).all()
+        for one in between[: (steps + 6) // 7]:
+            one.check(rank)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rank's graph: `result` is the least and the largest of all its sums, and of its residual stream, so
+    that one wrong element shows, and the least of its norms.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    x: Tensor
+    residual: Tensor
+    outs: list[Tensor]
+    result: Tensor
+
+
+def record(rank: Rank, shape: tuple[int, int]) -> Recorded:
+    x, residual = (torch.zeros(shape, dtype=torch.bfloat16).cuda() for _ in range(2))
+    weight = torch.ones(shape[1], dtype=torch.bfloat16).cuda()
+    outs = [torch.full(shape, float("nan"), dtype=torch.bfloat16).cuda() for _ in range(4)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=rank.stream):
+        for out, two_shots in zip(outs[:3], (False, True, False), strict=True):
+            hopper.launch(rank.memory, x, None, None, 0.0, two_shots, out)
+        hopper.launch(rank.memory, x, residual, weight, EPS, True, outs[3])
+        sums = torch.stack(outs[:3]).float()
+        found = [sums.amin(), sums.amax(), residual.amin(), residual.amax(), outs[3].amin()]
+        result = torch.stack([one.float() for one in found])
+    return Recorded(graph, x, residual, [*outs, weight], result)
+
+
+def every_dtype(ranks: Ranks, seed: int) -> None:
+    """The ops that engines call: dtypes, sizes and layouts that the kernel isn't for go another way."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((7, 64), (3, 12), (CAPACITY // 2048 // 2 + 1, 2048)):
+            public(ranks, dtype, shape, seed)
+
+
+def public(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, int], seed: int) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    parts = torch.randn(ranks.world, *shape, generator=numbers).to(dtype)
+    residual = torch.randn(shape, generator=numbers).to(dtype)
+    weight = torch.randn(shape[1], generator=numbers).to(dtype)
+    total = torch.zeros(shape)
+    for part in parts:
+        total += part.float()
+    kept = residual.clone()
+    normed = add_rms_norm(total.to(dtype), kept, weight, EPS)
+    gathered, there = parts.cuda(), weight.cuda()
+    inputs = [part.cuda() for part in parts]
+    streams = [residual.cuda() for _ in parts]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def work(rank: Rank) -> None:
+        at = rank.number
+        peers = Peers(lambda x: gathered, rank.memory)
+        summed = all_reduce(inputs[at], peers)
+        found[at] = summed, all_reduce_add_rms_norm(inputs[at], streams[at], there, EPS, peers)
+
+    ranks.do(work)
+    for rank in ranks.mine:
+        summed, result = found[rank.number]
+        assert torch.equal(summed.cpu(), total.to(dtype)), (dtype, shape)
+        assert torch.equal(streams[rank.number].cpu(), kept), (dtype, shape)
+        torch.testing.assert_close(result.cpu(), normed, rtol=1.6e-2, atol=1.6e-2)
+
+
+def everything(ranks: Ranks, seed: int, calls: int, steps: int) -> None:
+    sums(ranks, seed)
+    runs_ahead(ranks, seed, calls)
+    replays(ranks, seed, steps)
+    every_dtype(ranks, seed)
+    runs_ahead(ranks, seed + 1, calls)
+
+
+def in_streams(count: int) -> Ranks:
+    device = torch.device("cuda", 0)
+    memories = side_by_side(count, device, PATIENCE_S)
+    return Ranks(count, [Rank(memory, torch.cuda.Stream()) for memory in memories])
+
+
+def streams(count: int, seed: int) -> None:
+    # Kernels are loaded when they are first launched, and memory is found, which may wait for all that runs:
+    # one rank goes first, with nobody to wait for.
+    torch.cuda._sleep(1)
+    everything(in_streams(1), seed, calls=60, steps=100)
+    ranks = in_streams(count)
+    for rank in ranks.mine:
+        with torch.cuda.stream(rank.stream):
+            for size in (1 << 18, 4 << 20, 64 << 20):
+                torch.empty(size, dtype=torch.uint8, device="cuda")
+    everything(ranks, seed, calls=60, steps=100)
+
+
+def alone(count: int) -> None:
+    """A rank that waits in vain."""
+    device = torch.device("cuda", 0)
+    memory = side_by_side(count, device, patience=0.5)[1]
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
+    hopper.launch(memory, x, None, None, 0.0)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        torch.cuda.synchronize()
+    assert memory.missing() in {rank for rank in range(count) if rank != memory.rank}
+    print("missed rank", memory.missing(), flush=True)
+    # The context is lost, and with it everything that the interpreter would free.
+    os._exit(0)
+
+
+def process(count: int, number: int, store: str, seed: int) -> None:
+    device = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=count)
+
+    def exchange(said: bytes) -> list[bytes]:
+        heard: list[bytes] = [b""] * count
+        distributed.all_gather_object(heard, said)
+        return heard
+
+    memory = mapped(number, count, device, exchange, PATIENCE_S)
+    # Processes take turns on a GPU, so that a meeting may cost milliseconds.
+    everything(Ranks(count, [Rank(memory, torch.cuda.Stream())]), seed, calls=20, steps=20)
+    torch.cuda.synchronize()
+    distributed.barrier()
+    memory.close()
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    # Others are compiled by whoever needs them, not by each rank of each test.
+    cuda_build.Library._compile_others = lambda self, first: None  # type: ignore[method-assign]
+    mode, count, *rest = sys.argv[1:]
+    seed = int(rest[-1]) if rest else 0
+    if mode == "streams":
+        streams(int(count), seed)
+    elif mode == "alone":
+        alone(int(count))
+    else:
+        process(int(count), int(rest[0]), rest[1], seed)
+    print(mode, count, "ok", flush=True)
+
+
+if __name__ == "__main__":
+    main()
