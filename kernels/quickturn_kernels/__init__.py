@@ -6,7 +6,13 @@ prints them.
 """
 
 from quickturn_kernels.ops.activation import gelu_tanh_and_mul, sigmoid_gate, silu_and_mul
-from quickturn_kernels.ops.all_reduce import PeerMemory, Peers, all_reduce, all_reduce_add_rms_norm
+from quickturn_kernels.ops.all_reduce import (
+    PeerMemory,
+    Peers,
+    all_gather,
+    all_reduce,
+    all_reduce_add_rms_norm,
+)
 from quickturn_kernels.ops.attention import paged_attention_decode, paged_attention_prefill
 from quickturn_kernels.ops.attention_partial import merge_attention, partial_attention_decode
 from quickturn_kernels.ops.attention_step import rotary_attention_decode
@@ -81,6 +87,7 @@ __all__ = [
     "Signature",
     "StackLayer",
     "add_rms_norm",
+    "all_gather",
     "all_reduce",
     "all_reduce_add_rms_norm",
     "append_tokens",

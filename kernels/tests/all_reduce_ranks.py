@@ -132,6 +132,29 @@ def sums(ranks: Ranks, seed: int) -> None:
                     assert torch.equal(out, one.outs[0]), "ranks have different bits"
 
 
+def gathers(ranks: Ranks, seed: int) -> None:
+    """What every rank has, of all dtypes and sizes, with sums between."""
+    numbers = random.Random(seed)
+    sizes = [(4,), (1, 16), (3, 8), (64, 512), (7, 4000)]
+    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+    parts = [torch.randint(0, 200, (ranks.world, 4, *size)).to(numbers.choice(dtypes)) for size in sizes * 3]
+    sent = [part.cuda() for part in parts]
+    outs = {rank.number: [torch.full_like(part, 201).cuda() for part in parts] for rank in ranks.mine}
+    between = [case(ranks, (5, 64), at % 2 == 0, None, seed + at) for at in range(len(parts))]
+
+    def work(rank: Rank) -> None:
+        for part, out, one in zip(sent, outs[rank.number], between, strict=True):
+            assert rank.memory.carries(part[rank.number])
+            hopper.launch_gather(rank.memory, part[rank.number], out)
+            one.launch(rank)
+
+    ranks.do(work)
+    for rank in ranks.mine:
+        for out, part, one in zip(outs[rank.number], parts, between, strict=True):
+            assert torch.equal(out.cpu(), part), (part.shape, part.dtype)
+            one.check(rank)
+
+
 def runs_ahead(ranks: Ranks, seed: int, calls: int) -> None:
     """Many calls of changing sizes behind each other, to which ranks come late at random."""
     numbers = random.Random(seed)
@@ -164,7 +187,7 @@ def replays(ranks: Ranks, seed: int, steps: int) -> None:
     """
     shape, world = (16, 4096), ranks.world
     recorded = {rank.number: record(rank, shape) for rank in ranks.mine}
-    seen = {rank.number: torch.full((steps, 5), float("nan")).cuda() for rank in ranks.mine}
+    seen = {rank.number: torch.full((steps, 7), float("nan")).cuda() for rank in ranks.mine}
     between = [case(ranks, (5, 64), step % 2 == 0, None, seed + step) for step in range(3)]
 
     def work(rank: Rank) -> None:
@@ -181,11 +204,11 @@ def replays(ranks: Ranks, seed: int, steps: int) -> None:
     for step in range(steps):
         total = world * (step % 50) + world * (world - 1) // 2
         kept = float(torch.tensor(kept + total).bfloat16())
-        expected.append([total, total, kept, kept])
+        expected.append([total, total, kept, kept, step % 50, step % 50 + world - 1])
     for rank in ranks.mine:
         got = seen[rank.number].cpu()
-        assert torch.equal(got[:, :4], torch.tensor(expected)), rank.number
-        assert (got[1:, 4] > 0.98).all()
+        assert torch.equal(got[:, :6], torch.tensor(expected)), rank.number
+        assert (got[1:, 6] > 0.98).all()
         for one in between[: (steps + 6) // 7]:
             one.check(rank)
 
@@ -193,7 +216,7 @@ def replays(ranks: Ranks, seed: int, steps: int) -> None:
 @dataclass(frozen=True)
 class Recorded:
     """A rank's graph: `result` is the least and the largest of all its sums, and of its residual stream, so
-    that one wrong element shows, and the least of its norms.
+    that one wrong element shows, of all ranks' x, and the least of its norms.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -212,8 +235,10 @@ def record(rank: Rank, shape: tuple[int, int]) -> Recorded:
         for out, two_shots in zip(outs[:3], (False, True, False), strict=True):
             hopper.launch(rank.memory, x, None, None, 0.0, two_shots, out)
         hopper.launch(rank.memory, x, residual, weight, EPS, True, outs[3])
+        every = hopper.launch_gather(rank.memory, x)
         sums = torch.stack(outs[:3]).float()
-        found = [sums.amin(), sums.amax(), residual.amin(), residual.amax(), outs[3].amin()]
+        found = [sums.amin(), sums.amax(), residual.amin(), residual.amax()]
+        found += [every.amin(), every.amax(), outs[3].amin()]
         result = torch.stack([one.float() for one in found])
     return Recorded(graph, x, residual, [*outs, weight], result)
 
@@ -256,6 +281,7 @@ def public(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, int], seed: int) 
 
 def everything(ranks: Ranks, seed: int, calls: int, steps: int) -> None:
     sums(ranks, seed)
+    gathers(ranks, seed)
     runs_ahead(ranks, seed, calls)
     replays(ranks, seed, steps)
     every_dtype(ranks, seed)

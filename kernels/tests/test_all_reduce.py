@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from quickturn_kernels import Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm, cuda_build
+from quickturn_kernels import Peers, add_rms_norm, all_gather, all_reduce, all_reduce_add_rms_norm, cuda_build
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,6 +30,7 @@ def test_sums_are_rounded_once_and_in_order(dtype: torch.dtype, seed: int) -> No
     normed = add_rms_norm(total, stream, weight, 1e-6)
     assert torch.equal(all_reduce_add_rms_norm(parts[1], residual, weight, 1e-6, peers), normed)
     assert torch.equal(residual, stream)
+    assert torch.equal(all_gather(parts[1], peers), parts)
 
 
 @dataclass

@@ -8,6 +8,8 @@
 // all fetch the sums after they met again. Summands are added in the order of the ranks, in float32, and
 // rounded once: every rank gets the same bits, in one shot or two.
 //
+// What ranks have is gathered in the same way, without the sums.
+//
 // A slot is written anew two calls later. A block that has met the others once in the call between knows that
 // their kernels of this call have ended: nobody still reads. Nothing is sent back to the host, and how often
 // blocks met is counted on the device, so that a graph can be replayed.
@@ -162,10 +164,38 @@ __global__ void __launch_bounds__(1024) all_reduce_rows(const Arguments args) {
     args.counters[blockIdx.x] = {before.calls + 1, before.meetings + (kTwoShots ? 2u : 1u)};
 }
 
+// What every rank has, `vectors` each, one behind the other.
+__global__ void __launch_bounds__(1024) all_gather_vectors(const Arguments args) {
+  const Counters before = args.counters[blockIdx.x];
+  const int first = blockIdx.x * blockDim.x + threadIdx.x, step = kBlocks * blockDim.x;
+  uint4* mine = half_slot(args, args.rank, before.calls, 0);
+  for (int at = first; at < args.vectors; at += step) mine[at] = args.x[at];
+  meet(args, before.meetings + 1);
+  for (int of = 0; of < args.ranks; ++of) {
+    const uint4* theirs = half_slot(args, of, before.calls, 0);
+    uint4* out = args.out + static_cast<long long>(of) * args.vectors;
+    for (int at = first; at < args.vectors; at += step) out[at] = __ldcg(theirs + at);
+  }
+  if (threadIdx.x == 0) args.counters[blockIdx.x] = {before.calls + 1, before.meetings + 1};
+}
+
 template <bool kTwoShots>
 auto choose(bool norm, bool wide) {
   if (!norm) return all_reduce_rows<false, false, kTwoShots>;
   return wide ? all_reduce_rows<true, true, kTwoShots> : all_reduce_rows<true, false, kTwoShots>;
+}
+
+Arguments among(void* const* areas, void* counters, long long capacity, int rank, int ranks,
+                long long patience, int* missed) {
+  Arguments args{};
+  for (int of = 0; of < ranks; ++of) args.area[of] = static_cast<unsigned char*>(areas[of]);
+  args.counters = static_cast<Counters*>(counters);
+  args.half = capacity / 16;
+  args.rank = rank;
+  args.ranks = ranks;
+  args.patience = static_cast<unsigned long long>(patience);
+  args.missed = missed;
+  return args;
 }
 
 }  // namespace
@@ -224,12 +254,7 @@ extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long lon
   if (width % 8 || x_pitch % 8 || residual_pitch % 8 || width > 8 * kMaxVectors * 1024 || ranks > kMaxRanks ||
       static_cast<long long>(rows) * width * 2 > capacity || capacity % 16)
     return cudaErrorInvalidValue;
-  Arguments args{};
-  for (int of = 0; of < ranks; ++of) args.area[of] = static_cast<unsigned char*>(areas[of]);
-  args.counters = static_cast<Counters*>(counters);
-  args.half = capacity / 16;
-  args.rank = rank;
-  args.ranks = ranks;
+  Arguments args = among(areas, counters, capacity, rank, ranks, patience, missed);
   args.x = static_cast<const uint4*>(x);
   args.residual = static_cast<uint4*>(residual);
   args.weight = weight;
@@ -240,8 +265,6 @@ extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long lon
   args.vectors = width / 8;
   args.width = static_cast<float>(width);
   args.eps = eps;
-  args.patience = static_cast<unsigned long long>(patience);
-  args.missed = missed;
   const auto kernel =
       two_shots ? choose<true>(weight != nullptr, wide) : choose<false>(weight != nullptr, wide);
   cudaLaunchConfig_t config{};
@@ -249,4 +272,22 @@ extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long lon
   config.blockDim = dim3(norm_threads(args.vectors) < 64 ? 64 : norm_threads(args.vectors));
   config.stream = static_cast<cudaStream_t>(stream);
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+// x: `bytes` bytes, a multiple of 16, at most capacity; out: what every rank has, one behind the other. The
+// rest as in `quickturn_all_reduce`, which may come before and after. Returns a cudaError_t.
+extern "C" int quickturn_all_gather(void* const* areas, void* counters, long long capacity, int rank,
+                                    int ranks, const void* x, void* out, long long bytes, long long patience,
+                                    int* missed, void* stream) {
+  using namespace quickturn;
+  if (bytes % 16 || bytes > capacity || ranks > kMaxRanks) return cudaErrorInvalidValue;
+  Arguments args = among(areas, counters, capacity, rank, ranks, patience, missed);
+  args.x = static_cast<const uint4*>(x);
+  args.out = static_cast<uint4*>(out);
+  args.vectors = static_cast<int>(bytes / 16);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBlocks);
+  config.blockDim = dim3(args.vectors > kBlocks * 256 ? 1024 : 256);
+  config.stream = static_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, all_gather_vectors, args);
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from quickturn_kernels.ops.all_reduce.peer_memory import PeerMemory
 from quickturn_kernels.registry import Op, define
 
-__all__ = ["PeerMemory", "Peers", "all_reduce", "all_reduce_add_rms_norm"]
+__all__ = ["PeerMemory", "Peers", "all_gather", "all_reduce", "all_reduce_add_rms_norm"]
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,23 @@ class Peers:
     memory: PeerMemory | None = None
 
 
+_ALL_GATHER: Op[Callable[[Tensor, Peers], Tensor]] = define("all_gather", "memory")
 _ALL_REDUCE: Op[Callable[[Tensor, Peers], Tensor]] = define("all_reduce", "memory")
 _NORMED: Op[Callable[[Tensor, Tensor, Tensor, float, Peers], Tensor]] = define(
     "all_reduce_add_rms_norm", "memory"
 )
+
+
+def all_gather(x: Tensor, peers: Peers) -> Tensor:
+    """What each rank gives, `[ranks, *x.shape]`, in their order.
+
+    x: of any shape and dtype, contiguous, the same on every rank, which call this in the same order.
+    """
+    key = (x.device, x.dtype, peers.memory is not None)
+    function = _ALL_GATHER.table.get(key)
+    if function is None:
+        function = _ALL_GATHER.bind(*key)
+    return function(x, peers)
 
 
 def all_reduce(x: Tensor, peers: Peers) -> Tensor:

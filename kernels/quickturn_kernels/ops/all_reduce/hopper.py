@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,19 @@ from quickturn_kernels.platform import HOPPER, describe
 from quickturn_kernels.registry import Priority, register
 
 if cuda_build.available((9, 0)):
+
+    @register(
+        "all_gather",
+        name="hopper",
+        platform=HOPPER,
+        traits={"memory": {True}},
+        priority=Priority.SPECIALIZED,
+    )
+    def all_gather(x: Tensor, peers: Peers) -> Tensor:
+        """See `quickturn_kernels.all_gather`."""
+        memory = peers.memory
+        assert memory is not None
+        return launch_gather(memory, x) if memory.carries(x) else reference.all_gather(x, peers)
 
     @register(
         "all_reduce",
@@ -88,30 +102,47 @@ def launch(
     return out
 
 
+def launch_gather(memory: PeerMemory, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """What each rank has, written to `out` (contiguous) if that is given."""
+    if out is None:
+        out = torch.empty((memory.ranks, *x.shape), dtype=x.dtype, device=x.device)
+    code = _gather(x.device)(
+        memory.areas,
+        memory.counters.data_ptr(),
+        memory.capacity,
+        memory.rank,
+        memory.ranks,
+        x.data_ptr(),
+        out.data_ptr(),
+        x.numel() * x.element_size(),
+        int(memory.patience * 1e9),
+        memory.missed.data_ptr(),
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    if code != 0:
+        raise RuntimeError(f"all-gather of {tuple(x.shape)} over {memory.ranks} ranks: CUDA error {code}")
+    return out
+
+
+POINTER, WHOLE, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+AMONG: list[Any] = [POINTER, POINTER, LONG, WHOLE, WHOLE]
+"""Areas, counters, capacity, rank, ranks."""
+WAITING: list[Any] = [LONG, POINTER, POINTER]
+"""Patience, whom it missed, stream."""
+
+
 @cache
 def _function(device: torch.device) -> "ctypes._FuncPointer":
     function = cuda_build.library(describe(device).capability).quickturn_all_reduce
-    pointer, whole, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-    function.argtypes = [
-        pointer,
-        pointer,
-        long,
-        whole,
-        whole,
-        pointer,
-        long,
-        pointer,
-        long,
-        pointer,
-        whole,
-        pointer,
-        whole,
-        whole,
-        ctypes.c_float,
-        whole,
-        long,
-        pointer,
-        pointer,
-    ]
-    function.restype = whole
+    inputs = [POINTER, LONG, POINTER, LONG, POINTER, WHOLE]
+    function.argtypes = [*AMONG, *inputs, POINTER, WHOLE, WHOLE, ctypes.c_float, WHOLE, *WAITING]
+    function.restype = WHOLE
+    return function
+
+
+@cache
+def _gather(device: torch.device) -> "ctypes._FuncPointer":
+    function = cuda_build.library(describe(device).capability).quickturn_all_gather
+    function.argtypes = [*AMONG, POINTER, POINTER, LONG, *WAITING]
+    function.restype = WHOLE
     return function

@@ -21,6 +21,9 @@ ONE_SHOT_BYTES = {2: CAPACITY, 4: 512 << 10, 8: 256 << 10}
 """Largest message that every rank adds up whole, by the most ranks that it is for: two ranks read the same
 number of bytes either way, more read less in two shots, which cost a second meeting."""
 
+GATHER_BYTES = 1 << 20
+"""Of one rank's part of what the kernel gathers."""
+
 PATIENCE_S = 300.0
 """How long a kernel waits for another rank's."""
 
@@ -76,6 +79,11 @@ class PeerMemory:
             and x.data_ptr() % 16 == 0
         )
 
+    def carries(self, x: Tensor) -> bool:
+        """Whether the kernel can gather such an x."""
+        size = x.numel() * x.element_size()
+        return 0 < size <= GATHER_BYTES and size % 16 == 0 and x.data_ptr() % 16 == 0 and x.is_contiguous()
+
     def two_shots(self, x: Tensor) -> bool:
         """Whether the ranks share out the sum of such an x."""
         most = next(size for ranks, size in ONE_SHOT_BYTES.items() if self.ranks <= ranks)
@@ -98,8 +106,9 @@ def mapped(
     """
     if not 2 <= ranks <= MAX_RANKS:
         raise ValueError(f"memory is shared by 2 to {MAX_RANKS} ranks, not {ranks}")
-    library = cuda_build.library(describe(device).capability)
     own, opened = ctypes.c_void_p(), list[ctypes.c_void_p]()
+
+    code: int | str
 
     def close() -> None:
         for area in opened:
@@ -109,8 +118,13 @@ def mapped(
 
     handle = ctypes.create_string_buffer(HANDLE_BYTES)
     areas = [0] * ranks
+    library = cuda_build.library(describe(device).capability)
     with torch.cuda.device(device):
-        code = library.quickturn_peer_make(ctypes.c_longlong(_sizes(device)[0]), ctypes.byref(own), handle)
+        try:
+            size = ctypes.c_longlong(_sizes(device)[0])
+            code = library.quickturn_peer_make(size, ctypes.byref(own), handle)
+        except (cuda_build.CompileError, OSError) as error:
+            code = str(error)
         for other, given in enumerate(exchange(b"" if code else handle.raw)):
             if other == rank or not given or code:
                 continue
@@ -124,7 +138,7 @@ def mapped(
     failed = [other for other, said in enumerate(exchange(b"" if code else b"mapped")) if not said]
     if failed:
         close()
-        raise RuntimeError(f"ranks {failed} of {ranks} can't map the others' memory (CUDA error {code})")
+        raise RuntimeError(f"ranks {failed} of {ranks} can't map the others' memory (error {code})")
     return PeerMemory(rank, areas, device, patience, close)
 
 

@@ -8,6 +8,12 @@ from quickturn_kernels.ops.norm import add_rms_norm
 from quickturn_kernels.registry import Priority, register
 
 
+@register("all_gather", name="reference", priority=Priority.REFERENCE)
+def all_gather(x: Tensor, peers: Peers) -> Tensor:
+    """See `quickturn_kernels.all_gather`."""
+    return peers.gather(x)
+
+
 @register("all_reduce", name="reference", priority=Priority.REFERENCE)
 def all_reduce(x: Tensor, peers: Peers) -> Tensor:
     """See `quickturn_kernels.all_reduce`."""
