@@ -77,6 +77,9 @@ class EngineConfig:
     ep: int | None = None
     """Ranks that share out dense layers, inner features of experts, and experts. None: see
     `parallel.mesh.make_mesh`."""
+    ranks_per_gpu: int = 1
+    """Ranks that share a GPU, each with its part of the memory: to try several ranks where there are too few
+    GPUs; slower than one rank."""
     rank_timeout: float = 300.0
     """Seconds after which a rank that gets on with nothing ends all of them."""
     seed: int = 0
@@ -86,7 +89,7 @@ class EngineConfig:
         """Refuse values that can't work, saying what to change."""
         if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens must be a power of two, got {self.block_tokens}")
-        for name in ("max_requests", "max_step_tokens"):
+        for name in ("max_requests", "max_step_tokens", "ranks_per_gpu"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("min_tps_per_user", "max_ttft"):
@@ -99,5 +102,5 @@ class EngineConfig:
 
     @property
     def world(self) -> int:
-        """Number of ranks, each a process with a device of its own."""
+        """Number of ranks, each a process."""
         return self.tp * self.dp * self.cp

@@ -21,13 +21,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_memory(device: torch.device, ranks: int = 1) -> int:
-    """Bytes for the cache; called after the weights were loaded. `ranks`: how many share this machine's
-    memory. Raises MemoryError when they leave too little.
+    """Bytes for the cache; called after the weights were loaded. `ranks`: how many share the device's
+    memory, all of which have loaded theirs. Raises MemoryError when they leave too little.
     """
     if device.type != "cuda":
         return int(free_memory() * CPU_SHARE / ranks)
     free, total = torch.cuda.mem_get_info(device)
-    room = free - int(total * (1 - GPU_SHARE)) - GPU_WORKSPACE_BYTES
+    room = (free - int(total * (1 - GPU_SHARE))) // ranks - GPU_WORKSPACE_BYTES
     if room <= 0:
         raise MemoryError(
             f"the weights leave {free / 2**30:.1f} GiB of {total / 2**30:.1f} GiB on {device}: too little"

@@ -25,6 +25,10 @@ class RanksDiverged(RuntimeError):
     """Two ranks of a group planned different steps, or sampled different tokens."""
 
 
+class RankMissing(ConnectionError):
+    """A kernel gave up waiting for another rank, and with it the device all that it had to do."""
+
+
 class RankedCore:
     """What the first rank and the others have in common."""
 
@@ -74,7 +78,9 @@ class RankedCore:
         )
 
     def run(self, go: Go) -> list[TokenOutput]:
-        """Run what was planned; what is new stays for the next report, too. Raises RanksDiverged."""
+        """Run what was planned; what is new stays for the next report, too. Raises RanksDiverged,
+        RankMissing.
+        """
         digest = go.digests[self.seat.group]
         if digest != self.core.digest:
             raise RanksDiverged(
@@ -87,7 +93,12 @@ class RankedCore:
             groups = GroupCounts(
                 tuple(max(1, count) for count in go.tokens), tuple(max(1, count) for count in go.samples)
             )
-        outputs = self.core.run(self._plan, groups)
+        try:
+            outputs = self.core.run(self._plan, groups)
+        except RuntimeError as error:
+            if missing := self.seat.collectives.missing():
+                raise RankMissing(missing) from error
+            raise
         if self.seat.rank:
             # The first rank tells all there is to tell of prompts.
             self.core.news()

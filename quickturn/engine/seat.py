@@ -27,14 +27,15 @@ def _own(value: int) -> int:
 
 @dataclass(frozen=True)
 class Seat:
-    """`local_rank` of `local_ranks` on this machine. `hash_key` (16 bytes) is secret and equal on all ranks.
-    `agree` gives the least of what every rank calls it with; all call it equally often.
+    """`device` is its own, or that of `sharers` ranks; None: the one that the configuration names. `hash_key`
+    (16 bytes) is secret and equal on all ranks. `agree` gives the least of what every rank calls it with; all
+    call it equally often.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
     rank: int = 0
-    local_rank: int = 0
-    local_ranks: int = 1
+    device: torch.device | None = None
+    sharers: int = 1
     collectives: Collectives = field(default_factory=Alone)
     hash_key: bytes = field(default_factory=_new_key)
     agree: Callable[[int], int] = _own
@@ -84,14 +85,14 @@ def open_seat(
     hash_key: bytes,
     agree: Callable[[int], int],
 ) -> Seat:
-    """Join the others: torch's process groups, one device for each rank. `local`: (this rank's number, ranks)
+    """Join the others: torch's process groups, a device for each rank. `local`: (this rank's number, ranks)
     on this machine. Returns when every rank is there.
 
     Raises MeshError, and ValueError for too few GPUs.
     """
     mesh = mesh_of(config)
-    pick_device(config.device, local[1] - 1)  # the last one's: all fail together
-    device = pick_device(config.device, local[0])
+    device = pick_device(config.device, *local, config.ranks_per_gpu)
+    shared = device.type == "cuda" and config.ranks_per_gpu > 1
     share_cores(device, local[1])
     if local[1] == mesh.world:
         # gloo would look up the machine's name, which not every machine can.
@@ -101,13 +102,16 @@ def open_seat(
     # A rank that fails before this is noticed here at once; what follows waits for it.
     agree(0)
     distributed.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        # NCCL refuses ranks that share a GPU.
+        "gloo" if device.type == "cpu" or shared else "cpu:gloo,cuda:nccl",
         store=store,
         rank=rank,
         world_size=mesh.world,
         timeout=timedelta(seconds=config.rank_timeout),
     )
-    return Seat(mesh, rank, *local, connect(mesh), hash_key, agree)
+    sharers = local[1] if device.type == "cpu" else min(config.ranks_per_gpu, local[1])
+    collectives = connect(mesh, device, patience=config.rank_timeout)
+    return Seat(mesh, rank, device, sharers, collectives, hash_key, agree)
 
 
 def close_process_group() -> None:

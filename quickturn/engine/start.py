@@ -12,6 +12,7 @@ from quickturn.engine.device import pick_device as pick_device
 from quickturn.engine.memory import default_memory, room_for
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.seat import Seat
+from quickturn.execution.batch import GroupCounts
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import LoadedInfo, load_model
 from quickturn.models.base import Architecture
@@ -53,7 +54,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
     """Load the model (of several ranks: this one's share), lay out the cache, allocate. Raises ValueError or
     MemoryError that say what to change.
     """
-    device = pick_device(config.device, seat.local_rank)
+    device = seat.device or pick_device(config.device)
     with room_for(
         f"the weights of {config.model} on {device}",
         "use a smaller model, --dtype bfloat16 or --quantization fp8, or free the device's memory",
@@ -64,7 +65,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             lambda stage, done, total: progress(LoadProgress(stage, done, total)),
             *((Place(seat.mesh, seat.rank), seat.collectives) if seat.mesh.world > 1 else ()),
         )
-    memory = default_memory(device, seat.local_ranks) if config.memory is None else config.memory
+    seat.agree(0)  # all have loaded their weights, also those that share this device
+    memory = default_memory(device, seat.sharers) if config.memory is None else config.memory
     memory = seat.agree(memory)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else info.dtype
     layout = plan_arena(
@@ -90,8 +92,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             vocab_size=model.vocab_size,
             cache_scales=info.cache_scales,
         )
-    # With groups of requests, how many tokens the others have changes from step to step.
-    if device.type == "cuda" and config.graphs and seat.mesh.dp == 1:
+    why = _no_graphs(runner, seat) if config.graphs else "not wanted"
+    if device.type == "cuda" and not why:
         with room_for(
             f"graphs of decode steps of up to {config.max_requests} rows",
             f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
@@ -111,7 +113,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             "parameters": f"{info.parameters / 1e6:.0f}M",
             "dtype": str(info.dtype).removeprefix("torch."),
             "device": str(device),
-            **({"ranks": f"{seat.mesh.world}: {seat.mesh}"} if seat.mesh.world > 1 else {}),
+            **_rank_facts(seat, device),
+            **({"graphs": f"none: {why}"} if device.type == "cuda" and why else {}),
             "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
             "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
             **_state_facts(layout),
@@ -148,6 +151,26 @@ def scheduler_config(
         hash_key=hash_key,
         model_salt=config.model,
     )
+
+
+def _no_graphs(runner: Runner, seat: Seat) -> str:
+    """Why no step can be recorded as a graph; all ranks call this at once."""
+    if seat.mesh.dp > 1:
+        # How many tokens the others have changes from step to step.
+        return "groups of ranks have requests of their own"
+    if seat.mesh.world > 1:
+        copies = seat.collectives.copies
+        runner.help_out(GroupCounts((1,), (1,)))
+        if seat.collectives.copies > copies:
+            return "ranks that share a GPU exchange tensors by way of the host"
+    return ""
+
+
+def _rank_facts(seat: Seat, device: torch.device) -> dict[str, str]:
+    if seat.mesh.world == 1:
+        return {}
+    shared = device.type == "cuda" and seat.sharers > 1
+    return {"ranks": f"{seat.mesh.world}: {seat.mesh}" + (f", {seat.sharers} on each GPU" if shared else "")}
 
 
 def _state_facts(layout: ArenaLayout) -> dict[str, str]:

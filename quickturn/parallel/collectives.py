@@ -29,6 +29,15 @@ class Collectives(Protocol):
     def rank(self) -> int:
         """This rank in the mesh."""
 
+    @property
+    def copies(self) -> int:
+        """How many collectives so far went by way of the host: no graph can record a step with one."""
+
+    def missing(self) -> str:
+        """If a kernel gave up waiting for another rank, which one; then all that the device was to compute
+        since is lost. Else nothing.
+        """
+
     def use(self, groups: Iterable[Groups]) -> None:
         """Gets ready for groups of ranks that aren't an axis of the mesh, those of a program. Every rank
         calls it, before any graph is recorded.
@@ -104,6 +113,11 @@ class Alone:
     """One rank: nothing to do."""
 
     rank = 0
+    copies = 0
+
+    def missing(self) -> str:
+        """Nobody is waited for."""
+        return ""
 
     def use(self, groups: Iterable[Groups]) -> None:
         """Every group is of one."""

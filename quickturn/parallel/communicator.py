@@ -1,15 +1,24 @@
-"""Collectives over torch.distributed: gloo between processes on CPUs, NCCL between GPUs.
+"""Collectives over torch.distributed: gloo between processes on CPUs, NCCL between GPUs; between ranks that
+share a GPU, which NCCL refuses, gloo by way of the host.
 
 The caller has initialised the default process group, whose ranks are the mesh's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
 import torch.distributed as distributed
-from quickturn_kernels import PeerMemory, Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm
-from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, has_kernel, mapped
+from quickturn_kernels import (
+    PeerMemory,
+    Peers,
+    add_rms_norm,
+    all_gather,
+    all_reduce,
+    all_reduce_add_rms_norm,
+)
+from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, PATIENCE_S, has_kernel, mapped
 
 from quickturn.parallel.collectives import Alone, Collectives, Counts, gathering
 from quickturn.parallel.mesh import Groups, Mesh, MeshAxis
@@ -46,9 +55,12 @@ class ProcessGroups:
 class Communicator:
     """A rank's collectives, one process group for each kind of group of ranks."""
 
-    def __init__(self, mesh: Mesh, made: ProcessGroups, first: int, device: torch.device | None) -> None:
+    def __init__(
+        self, mesh: Mesh, made: ProcessGroups, first: int, device: torch.device | None, patience: float
+    ) -> None:
         """See `connect`."""
-        self._device = device
+        self._device, self._patience = device, patience
+        self._copies = 0
         self._peers: dict[Groups, Peers] = {}
         self.rank = distributed.get_rank() - first
         self._made = made
@@ -69,7 +81,7 @@ class Communicator:
             group = self._made.of(every, self.rank + self._first)
             if group is not None and over not in self._groups:
                 self._groups[over] = group
-                memory = _peer_memory(over.index(self.rank), over.size, self._device, group)
+                memory = _peer_memory(over.index(self.rank), over.size, self._device, group, self._patience)
                 if memory is not None:
                     self._peers[over] = Peers(gathering(self, over), memory)
 
@@ -79,7 +91,7 @@ class Communicator:
             if self._small(x, over):
                 return all_reduce(x, self._peers[over])
             x = x.contiguous()
-            distributed.all_reduce(x, group=self._groups[over])
+            self._call(lambda found, sent, group: distributed.all_reduce(found, group=group), x, x, over)
         return x
 
     def all_gather(
@@ -91,8 +103,12 @@ class Communicator:
         most = None if counts is None else max(counts)
         if most is not None and x.shape[0] < most:
             x = _padded(x, most)
+        x = x.contiguous()
+        peers = self._peers.get(over)
+        if peers is not None and peers.memory is not None and peers.memory.carries(x):
+            return _joined(all_gather(x, peers), dim, counts)
         gathered = x.new_empty((over.size, *x.shape))
-        _GATHER(gathered.view(-1), x.contiguous().view(-1), group=self._groups[over])
+        self._call(_GATHER, gathered.view(-1), x.view(-1), over)
         return _joined(gathered, dim, counts)
 
     def reduce_scatter(
@@ -103,7 +119,7 @@ class Communicator:
             return x
         parts = _parts(x, over.size, dim, counts)
         mine = parts.new_empty(parts.shape[1:])
-        _SCATTER(mine.view(-1), parts.view(-1), group=self._groups[over])
+        self._call(_SCATTER, mine.view(-1), parts.view(-1), over)
         return mine if counts is None else mine[: counts[over.index(self.rank)]]
 
     def all_to_all(
@@ -122,7 +138,7 @@ class Communicator:
             x = _padded(x, max(counts))
         sent = _parts(x, over.size, split_dim, split)
         came = torch.empty_like(sent)
-        distributed.all_to_all_single(came, sent, group=self._groups[over])
+        self._call(distributed.all_to_all_single, came, sent, over)
         if split is not None:
             came = came[:, : split[over.index(self.rank)]]
         return _joined(came, concat_dim, counts if split is None else None)
@@ -151,7 +167,7 @@ class Communicator:
         """See `Collectives`."""
         came = torch.empty_like(sent) if over.size > 1 else sent
         if over.size > 1:
-            distributed.all_to_all_single(came, sent, group=self._groups[over])
+            self._call(distributed.all_to_all_single, came, sent, over)
         out, back = torch.stack((sent, came)).tolist()
         return out, back
 
@@ -160,8 +176,10 @@ class Communicator:
         if over.size == 1:
             return x
         found = x.new_empty((sum(came), *x.shape[1:]))
-        group = self._groups[over]
-        distributed.all_to_all_single(found, x.contiguous(), list(came), list(sent), group=group)
+        exchange = partial(
+            distributed.all_to_all_single, output_split_sizes=list(came), input_split_sizes=list(sent)
+        )
+        self._call(exchange, found, x.contiguous(), over)
         return found
 
     def combine(self, x: torch.Tensor, over: Groups, sent: Counts, came: Counts) -> torch.Tensor:
@@ -171,6 +189,38 @@ class Communicator:
     def barrier(self) -> None:
         """See `Collectives`."""
         distributed.barrier(group=self._groups[Groups(self._world)])
+
+    @property
+    def copies(self) -> int:
+        """See `Collectives`."""
+        return self._copies
+
+    def missing(self) -> str:
+        """See `Collectives`."""
+        for over, peers in self._peers.items():
+            index = None if peers.memory is None else peers.memory.missing()
+            if index is not None:
+                return f"rank {over.members(self.rank)[index]} did not come to a sum in {self._patience:g} s"
+        return ""
+
+    def _call(
+        self, call: Callable[..., object], found: torch.Tensor, sent: torch.Tensor, over: Groups
+    ) -> None:
+        """One collective of torch's; gloo is given copies on the host of what is on a GPU."""
+        group = self._groups[over]
+        if not sent.is_cuda or distributed.get_backend(group) != "gloo":
+            call(found, sent, group=group)
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "ranks that share a GPU can't record this step: a message is larger than the memory that they"
+                " share takes; lower max_requests or max_step_tokens, or give graphs=False"
+            )
+        self._copies += 1
+        there = sent.cpu()
+        here = there if found is sent else torch.empty_like(found, device="cpu")
+        call(here, there, group=group)
+        found.copy_(here)
 
     def _small(self, x: torch.Tensor, over: Groups) -> bool:
         """Whether the ranks sum x over memory that they map into each other."""
@@ -184,22 +234,29 @@ def connect(
     *,
     made: ProcessGroups | None = None,
     first: int = 0,
+    patience: float = PATIENCE_S,
 ) -> Collectives:
     """The collectives of this process, which every process of the default group must ask for at once.
 
     `device`: the GPU of this rank, so that small messages take a shorter way than NCCL's where GPUs see each
     other's memory. `made` keeps process groups for meshes to come. `first`: the rank in the default group
     that is rank 0 of the mesh; a default group with room for several meshes side by side may use them all.
+    `patience`: seconds that a kernel of ours waits for other ranks.
+
     Raises ValueError if there is no room for one.
     """
     size, world = distributed.get_world_size(), mesh.world
     if first % world or first + world > size:
         raise ValueError(f"a mesh of {world} ranks from rank {first} on, but there are {size} processes")
-    return Alone() if world == 1 else Communicator(mesh, made or ProcessGroups(), first, device)
+    return Alone() if world == 1 else Communicator(mesh, made or ProcessGroups(), first, device, patience)
 
 
 def _peer_memory(
-    index: int, size: int, device: torch.device | None, group: distributed.ProcessGroup
+    index: int,
+    size: int,
+    device: torch.device | None,
+    group: distributed.ProcessGroup,
+    patience: float,
 ) -> PeerMemory | None:
     """Memory that the ranks of a group map into each other; None where there is no kernel for it, or where
     any of them can't.
@@ -213,7 +270,7 @@ def _peer_memory(
         return heard
 
     try:
-        return mapped(index, size, device, exchange)
+        return mapped(index, size, device, exchange, patience)
     except RuntimeError:
         return None
 

@@ -134,7 +134,7 @@ WAITING: list[Any] = [LONG, POINTER, POINTER]
 @cache
 def _function(device: torch.device) -> "ctypes._FuncPointer":
     function = cuda_build.library(describe(device).capability).quickturn_all_reduce
-    inputs = [POINTER, LONG, POINTER, LONG, POINTER, WHOLE]
+    inputs: list[Any] = [POINTER, LONG, POINTER, LONG, POINTER, WHOLE]
     function.argtypes = [*AMONG, *inputs, POINTER, WHOLE, WHOLE, ctypes.c_float, WHOLE, *WAITING]
     function.restype = WHOLE
     return function
