@@ -135,9 +135,14 @@ def sums(ranks: Ranks, seed: int) -> None:
 def gathers(ranks: Ranks, seed: int) -> None:
     """What every rank has, of all dtypes and sizes, with sums between."""
     numbers = random.Random(seed)
-    sizes = [(4,), (1, 16), (3, 8), (64, 512), (7, 4000)]
+    sizes = [(4,), (1, 3), (3, 9), (64, 512), (7, 4000)]
     dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
-    parts = [torch.randint(0, 200, (ranks.world, 4, *size)).to(numbers.choice(dtypes)) for size in sizes * 3]
+    drawn = torch.Generator().manual_seed(seed)
+    parts = [
+        torch.randint(0, 200, (ranks.world, 3, *size), generator=drawn).to(dtype)
+        for size in sizes
+        for dtype in numbers.sample(dtypes, 4)
+    ]
     sent = [part.cuda() for part in parts]
     outs = {rank.number: [torch.full_like(part, 201).cuda() for part in parts] for rank in ranks.mine}
     between = [case(ranks, (5, 64), at % 2 == 0, None, seed + at) for at in range(len(parts))]

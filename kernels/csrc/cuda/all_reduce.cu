@@ -164,19 +164,32 @@ __global__ void __launch_bounds__(1024) all_reduce_rows(const Arguments args) {
     args.counters[blockIdx.x] = {before.calls + 1, before.meetings + (kTwoShots ? 2u : 1u)};
 }
 
-// What every rank has, `vectors` each, one behind the other.
-__global__ void __launch_bounds__(1024) all_gather_vectors(const Arguments args) {
+// What every rank has, `count` units each, one behind the other.
+template <typename Unit>
+__global__ void __launch_bounds__(1024)
+    all_gather_units(const Arguments args, const Unit* x, Unit* out, int count) {
   const Counters before = args.counters[blockIdx.x];
   const int first = blockIdx.x * blockDim.x + threadIdx.x, step = kBlocks * blockDim.x;
-  uint4* mine = half_slot(args, args.rank, before.calls, 0);
-  for (int at = first; at < args.vectors; at += step) mine[at] = args.x[at];
+  Unit* mine = reinterpret_cast<Unit*>(half_slot(args, args.rank, before.calls, 0));
+  for (int at = first; at < count; at += step) mine[at] = x[at];
   meet(args, before.meetings + 1);
   for (int of = 0; of < args.ranks; ++of) {
-    const uint4* theirs = half_slot(args, of, before.calls, 0);
-    uint4* out = args.out + static_cast<long long>(of) * args.vectors;
-    for (int at = first; at < args.vectors; at += step) out[at] = __ldcg(theirs + at);
+    const Unit* theirs = reinterpret_cast<const Unit*>(half_slot(args, of, before.calls, 0));
+    Unit* there = out + static_cast<long long>(of) * count;
+    for (int at = first; at < count; at += step) there[at] = __ldcg(theirs + at);
   }
   if (threadIdx.x == 0) args.counters[blockIdx.x] = {before.calls + 1, before.meetings + 1};
+}
+
+template <typename Unit>
+cudaError_t gather(const Arguments& args, const void* x, void* out, long long bytes, cudaStream_t stream) {
+  const int count = static_cast<int>(bytes / sizeof(Unit));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBlocks);
+  config.blockDim = dim3(count > kBlocks * 256 ? 1024 : 256);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, all_gather_units<Unit>, args, static_cast<const Unit*>(x),
+                            static_cast<Unit*>(out), count);
 }
 
 template <bool kTwoShots>
@@ -274,20 +287,17 @@ extern "C" int quickturn_all_reduce(void* const* areas, void* counters, long lon
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// x: `bytes` bytes, a multiple of 16, at most capacity; out: what every rank has, one behind the other. The
-// rest as in `quickturn_all_reduce`, which may come before and after. Returns a cudaError_t.
+// x: `bytes` bytes, at most capacity; out: what every rank has, one behind the other. The rest as in
+// `quickturn_all_reduce`, which may come before and after. Returns a cudaError_t.
 extern "C" int quickturn_all_gather(void* const* areas, void* counters, long long capacity, int rank,
                                     int ranks, const void* x, void* out, long long bytes, long long patience,
                                     int* missed, void* stream) {
   using namespace quickturn;
-  if (bytes % 16 || bytes > capacity || ranks > kMaxRanks) return cudaErrorInvalidValue;
-  Arguments args = among(areas, counters, capacity, rank, ranks, patience, missed);
-  args.x = static_cast<const uint4*>(x);
-  args.out = static_cast<uint4*>(out);
-  args.vectors = static_cast<int>(bytes / 16);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kBlocks);
-  config.blockDim = dim3(args.vectors > kBlocks * 256 ? 1024 : 256);
-  config.stream = static_cast<cudaStream_t>(stream);
-  return cudaLaunchKernelEx(&config, all_gather_vectors, args);
+  if (bytes > capacity || capacity % 16 || ranks > kMaxRanks) return cudaErrorInvalidValue;
+  const Arguments args = among(areas, counters, capacity, rank, ranks, patience, missed);
+  const auto on = static_cast<cudaStream_t>(stream);
+  const uintptr_t together = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out) | bytes;
+  if (together % sizeof(uint4) == 0) return gather<uint4>(args, x, out, bytes, on);
+  if (together % sizeof(uint32_t) == 0) return gather<uint32_t>(args, x, out, bytes, on);
+  return gather<unsigned char>(args, x, out, bytes, on);
 }
