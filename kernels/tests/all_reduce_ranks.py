@@ -312,15 +312,18 @@ def streams(count: int, seed: int) -> None:
     everything(ranks, seed, calls=60, steps=100)
 
 
-def alone(count: int) -> None:
-    """A rank that waits in vain."""
+def alone(count: int, told: bool) -> None:
+    """A rank that waits in vain, until it is out of patience or told so."""
     device = torch.device("cuda", 0)
-    memory = side_by_side(count, device, patience=0.5)[1]
+    memory = side_by_side(count, device, patience=1e4 if told else 0.5)[1]
     x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
     hopper.launch(memory, x, None, None, 0.0)
+    if told:
+        memory.abandon()
     with pytest.raises(RuntimeError, match="launch failure"):
         torch.cuda.synchronize()
-    assert memory.missing() in {rank for rank in range(count) if rank != memory.rank}
+    expected = {None} if told else {rank for rank in range(count) if rank != memory.rank}
+    assert memory.missing() in expected
     print("missed rank", memory.missing(), flush=True)
     # The context is lost, and with it everything that the interpreter would free.
     os._exit(0)
@@ -349,13 +352,12 @@ def main() -> None:
     # Others are compiled by whoever needs them, not by each rank of each test.
     cuda_build.Library._compile_others = lambda self, first: None  # type: ignore[method-assign]
     mode, count, *rest = sys.argv[1:]
-    seed = int(rest[-1]) if rest else 0
     if mode == "streams":
-        streams(int(count), seed)
+        streams(int(count), int(rest[0]))
     elif mode == "alone":
-        alone(int(count))
+        alone(int(count), told=rest == ["told"])
     else:
-        process(int(count), int(rest[0]), rest[1], seed)
+        process(int(count), int(rest[0]), rest[1], int(rest[2]))
     print(mode, count, "ok", flush=True)
 
 

@@ -179,8 +179,9 @@ def test_ranks_as_processes_of_one_gpu(ranks: int, seed: int, tmp_path: Path) ->
 
 
 @needs_hopper
-def test_a_rank_that_never_comes_ends_the_kernel() -> None:
-    run_to_end([["alone", "3"]])
+@pytest.mark.parametrize("told", [[], ["told"]], ids=["patience", "told"])
+def test_a_rank_that_never_comes_ends_the_kernel(told: list[str]) -> None:
+    run_to_end([["alone", "3", *told]])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

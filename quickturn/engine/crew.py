@@ -99,6 +99,8 @@ class Crew:
         self.on_stuck: Callable[[str], None] | None = None
         """Called with the failure when the main thread doesn't `report` it in time: it waits for ranks that
         are gone."""
+        self.on_failed: Callable[[], None] = lambda: None
+        """Called when there is a failure: what the device waits for must break off as well."""
         self._timeout = timeout
         self._stage = "starting"
         self._since = time.monotonic()
@@ -229,6 +231,8 @@ class Crew:
             member.steps.shut()
             if member.process is not None:
                 member.process.kill()
+        with contextlib.suppress(RuntimeError):
+            self.on_failed()
         if not self._reported.wait(_STUCK_S) and self.on_stuck is not None:
             self.on_stuck(why)
 

@@ -94,6 +94,7 @@ class Leader:
                 member.steps.send(pack(Hello(member.first_host, store.port, key)))
             local = (0, sum(member.local for member in self._crew.members) + 1)
             seat = open_seat(config, store, 0, local, key, self._agree)
+            self._crew.on_failed = seat.collectives.abandon
             self._ranked = RankedCore(EngineCore(config, advance, seat), seat)
             self._core = self._ranked.core
             self._agree(0)

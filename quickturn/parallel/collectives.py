@@ -38,6 +38,9 @@ class Collectives(Protocol):
         since is lost. Else nothing.
         """
 
+    def abandon(self) -> None:
+        """Another rank is gone: what waits for it on the device gives up. Any thread may call this."""
+
     def use(self, groups: Iterable[Groups]) -> None:
         """Gets ready for groups of ranks that aren't an axis of the mesh, those of a program. Every rank
         calls it, before any graph is recorded.
@@ -118,6 +121,9 @@ class Alone:
     def missing(self) -> str:
         """Nobody is waited for."""
         return ""
+
+    def abandon(self) -> None:
+        """Nobody is waited for."""
 
     def use(self, groups: Iterable[Groups]) -> None:
         """Every group is of one."""

@@ -203,6 +203,15 @@ class Communicator:
                 return f"rank {over.members(self.rank)[index]} did not come to a sum in {self._patience:g} s"
         return ""
 
+    def abandon(self) -> None:
+        """See `Collectives`."""
+        for peers in self._peers.values():
+            if peers.memory is not None:
+                peers.memory.abandon()
+        if "nccl" in distributed.get_backend():
+            for group in self._groups.values():
+                group.abort()
+
     def _call(
         self, call: Callable[..., object], found: torch.Tensor, sent: torch.Tensor, over: Groups
     ) -> None:

@@ -49,7 +49,7 @@ struct Arguments {
   int rows, vectors;
   float width, eps;
   unsigned long long patience;  // nanoseconds
-  int* missed;                  // on the host
+  int* missed;                  // on the host; not 0: wait no longer
 };
 
 __device__ __forceinline__ void store_release(uint32_t* at, uint32_t value) {
@@ -74,10 +74,13 @@ __device__ __forceinline__ void wait_for(const Arguments& args, const uint32_t* 
   unsigned long long begun = 0;
   for (uint32_t polls = 1; static_cast<int32_t>(load_acquire(theirs) - meeting) < 0; ++polls) {
     if (polls % kPolls) continue;
+    volatile int* missed = args.missed;
     const unsigned long long now = nanoseconds();
     if (begun == 0) begun = now;
-    if (now - begun <= args.patience) continue;
-    *static_cast<volatile int*>(args.missed) = 1 + static_cast<int>(threadIdx.x);
+    if (*missed == 0) {
+      if (now - begun <= args.patience) continue;
+      *missed = 1 + static_cast<int>(threadIdx.x);
+    }
     __threadfence_system();
     __trap();
   }

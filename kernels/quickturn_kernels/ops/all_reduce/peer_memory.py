@@ -63,7 +63,12 @@ class PeerMemory:
         """The rank (of the group) for which a kernel waited longer than `patience` seconds before it gave up,
         which is an error of the CUDA context and the end of all that it runs; None if none did.
         """
-        return int(self.missed) - 1 if self.missed else None
+        return int(self.missed) - 1 if self.missed > 0 else None
+
+    def abandon(self) -> None:
+        """Another rank is known to be gone: kernels that wait for it give up. Any thread may call this."""
+        if not self.missed:
+            self.missed.fill_(-1)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the kernel can sum such an x."""
