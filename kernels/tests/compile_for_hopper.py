@@ -207,6 +207,8 @@ def sampling(dtype: torch.dtype) -> None:
         bitmask=torch.zeros((rows, 4748), dtype=torch.int32),
     )
     kernels.sample(logits, full)
+    label = f"{str(dtype)[6:]} one chunk"
+    kernels.sample(logits[:, :9], kernels.SamplingTensors(*base))
 
 
 def mixture(dtype: torch.dtype) -> None:

@@ -54,8 +54,10 @@ def one_row(block_in: int, block_out: int) -> dict[str, Tensor]:
 
 def theirs(given: dict[str, Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
     g = -given["a_log"].exp() * torch.nn.functional.softplus(given["a"] + given["dt_bias"])
+    # Some versions repeat the heads of q and k in this function, some before it.
+    q, k = (given[name].repeat_interleave(HEADS // KEY_HEADS, dim=1) for name in ("q", "k"))
     out, last = modeling.torch_recurrent_gated_delta_rule(
-        *(given[name][None] for name in ("q", "k", "v")),
+        *(tensor[None] for tensor in (q, k, given["v"])),
         g=g[None],
         beta=given["b"].sigmoid()[None],
         initial_state=None if state is None else state[None],

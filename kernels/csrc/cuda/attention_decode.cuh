@@ -44,12 +44,14 @@ constexpr int kComputing = kWarps<Cache> * 32;
 template <typename Cache>
 constexpr int kRowBytes = Cache::kDim * Cache::kBytes < 128 ? Cache::kDim * Cache::kBytes : 128;
 
-// Byte offset of byte `column` of `row` in a tile of keys or values of `rows` rows, as the copy engine's
-// 128-byte mode writes it: slices of up to 128 bytes of each row, one behind the other.
+// Byte offset of byte `column` of `row` in a tile of keys or values of `rows` rows, as the copy engine writes
+// it: slices of up to 128 bytes of each row, one behind the other. Its modes of 128- and of 64-byte rows
+// exchange the 16-byte units of a row by the bits above the ones that count 128 bytes' units.
 template <typename Cache>
 __device__ __forceinline__ uint32_t tile_offset(int rows, int row, int column) {
   const int within = row * kRowBytes<Cache> + column % 128;
-  return static_cast<uint32_t>(column / 128 * rows * 128 + (within ^ (within >> 3 & 0x70)));
+  return static_cast<uint32_t>(column / 128 * rows * 128 +
+                               (within ^ (within >> 3 & (kRowBytes<Cache> - 16))));
 }
 
 // Elements of q, k, v, the norms' weights and out are 16-bit floats of the model's type.

@@ -10,7 +10,9 @@
 namespace quickturn {
 
 // Boxes `box` of a tensor of kRank dims, the innermost first, of elements of `size` bytes (2: a 16-bit float,
-// of any kind; 1), written with the 128-byte swizzle; what a box has beyond the tensor is read as zero.
+// of any kind; 1), swizzled: rows of a box are 128 bytes or 64, whose mode permutes 16-byte units within 128
+// bytes or 64. (In the mode of 128 bytes shorter rows would still lie 128 bytes apart.) What a box has beyond
+// the tensor is read as zero.
 // `pitches`: elements from one index to the next of each dim but the innermost, multiples of 16 bytes; `base`
 // is 16-byte aligned. False if the driver refuses or isn't there.
 template <int kRank>
@@ -31,11 +33,12 @@ bool encode_boxes(TensorMap& map, const void* base, const long long (&sizes)[kRa
     steps[i] = 1;
     if (i > 0) bytes[i - 1] = static_cast<cuuint64_t>(pitches[i - 1]) * size;
   }
+  const auto swizzle = box[0] * size == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   CUtensorMap made;
-  const CUresult result = encode(
-      &made, size == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank,
-      const_cast<void*>(base), counts, bytes, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&made, size == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank,
+             const_cast<void*>(base), counts, bytes, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   static_assert(sizeof(made) == sizeof(map));
   std::memcpy(&map, &made, sizeof(map));
   return result == CUDA_SUCCESS;

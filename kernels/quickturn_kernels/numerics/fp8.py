@@ -55,11 +55,13 @@ def _run(
     x = wide.to(shape.dtype).to(device)[:, : shape.width]
     weight, scale = quantize_blocks(torch.randn(shape.columns, shape.width, generator=generator))
     if layout == FP8_CHANNEL:
-        scale = torch.rand(shape.columns, generator=generator)
+        scale = torch.rand(shape.columns, generator=generator) * scale.mean()
     scale = scale * shape.width**-0.5
     prepared = prepare_fp8_linear(weight.to(device), scale.to(device))
     bias: Tensor | None = None
     if biased:
         bias = torch.randn(shape.columns, generator=generator).to(shape.dtype).to(device)
-    # x is rounded to e4m3 on either side of a tie, and sums are taken in another order.
-    return Result({"out": product(x, prepared, bias)}, slack=50.0 if shape.dtype == torch.float32 else 4.0)
+    # Sums are taken in another order, on a GPU by tensor cores that keep some 13 bits behind the largest
+    # product of each step.
+    exact = 500.0 if device.type == "cuda" else 50.0
+    return Result({"out": product(x, prepared, bias)}, slack=exact if shape.dtype == torch.float32 else 4.0)

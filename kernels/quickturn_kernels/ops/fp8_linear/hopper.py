@@ -17,7 +17,7 @@ from quickturn_kernels.ops.fp8_linear.hopper_launch import (
 from quickturn_kernels.ops.fp8_linear.hopper_quantize import quantize
 from quickturn_kernels.ops.fp8_linear.triton import multiply
 from quickturn_kernels.ops.linear import LinearWeight
-from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK, FP8_CHANNEL
+from quickturn_kernels.ops.linear.fp8 import BLOCK, FP8_BLOCK, FP8_CHANNEL
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
 
@@ -25,6 +25,9 @@ LAYOUTS = {FP8_BLOCK: HOPPER_BLOCK, FP8_CHANNEL: HOPPER_CHANNEL}
 DTYPES = (torch.bfloat16, torch.float16)
 ROW_UNIT = 16
 """Many rows are padded to a multiple of it, as the library's product wants."""
+
+SCALED_COLUMNS = 4 * BLOCK
+"""cuBLAS wants rows of block scales 16 bytes apart; torch 2.11 refuses any whose stride isn't their length."""
 
 
 def prepare(weight: LinearWeight) -> LinearWeight:
@@ -60,15 +63,17 @@ def linear_silu_and_mul(x: Tensor, weight: LinearWeight, bias: Tensor | None) ->
 
 
 def _many_rows(x: Tensor, weight: LinearWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Both operands in e4m3; torch hands the product to cuBLAS (block scales) or CUTLASS (row scales)."""
-    rows = x.shape[0]
+    """Both operands in e4m3; torch hands the product to cuBLAS (block scales) or CUTLASS (row scales), where
+    it takes it.
+    """
+    rows, columns = x.shape
     if rows == 0:
         return torch.empty((0, weight.shape[0]), dtype=dtype, device=x.device)
     padded = -(-rows // ROW_UNIT) * ROW_UNIT
     matrix, scale = weight.tensors
     block = weight.layout == HOPPER_BLOCK
     quantized, x_scale = quantize(x, padded, whole=not block)
-    if not block and dtype != torch.bfloat16:
+    if columns % SCALED_COLUMNS if block else dtype != torch.bfloat16:
         out = torch.empty((rows, weight.shape[0]), dtype=dtype, device=x.device)
         multiply(quantized[:rows], x_scale[:rows], matrix, scale, bias, out)
         return out

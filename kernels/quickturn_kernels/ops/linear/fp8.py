@@ -42,7 +42,7 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
         part = weight[first * BLOCK : (first + step) * BLOCK].float()
         padded = torch.nn.functional.pad(part, (0, -columns % BLOCK, 0, -part.shape[0] % BLOCK))
         blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-        scale = blocks.abs().amax((1, 3)).clamp_min(_SMALLEST) / FP8_MAX
+        scale = _scale_of(blocks.abs().amax((1, 3)))
         scales[first : first + step] = scale
         quantized = _to_fp8(blocks / scale[:, None, :, None]).view(padded.shape)
         result[first * BLOCK : (first + step) * BLOCK] = quantized[: part.shape[0], :columns]
@@ -62,7 +62,7 @@ def quantize_rows(x: Tensor, group: int | None) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     size = columns if group is None else group
     groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -(-columns // size), size)
-    scale = groups.abs().amax(2).clamp_min(_SMALLEST) / FP8_MAX
+    scale = _scale_of(groups.abs().amax(2))
     return _to_fp8(groups / scale[:, :, None]).flatten(1)[:, :columns], scale
 
 
@@ -78,6 +78,12 @@ def dequantize(weight: Tensor, scale: Tensor, out: Tensor) -> None:
     for band in range(scale.shape[0]):
         rows = slice(band * BLOCK, (band + 1) * BLOCK)
         out[rows].copy_(weight[rows].float() * across[band])
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    # Divided by a tensor: by a number torch multiplies with its reciprocal on CUDA, and a scale that is off by
+    # its last bit moves the many 16-bit values that lie right between two e4m3 ones.
+    return largest.clamp_min(_SMALLEST) / largest.new_full((), FP8_MAX)
 
 
 def _to_fp8(scaled: Tensor) -> Tensor:

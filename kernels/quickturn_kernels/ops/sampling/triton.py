@@ -34,6 +34,8 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
         return _with_logprobs(logits, tokens, normalisers, num_logprobs)
     chunk = INTERPRETED_CHUNK if INTERPRETED else CHUNK
     chunks = triton.cdiv(vocabulary, chunk)
+    # Triton 3.6 can't compile `choose_kernel` with vectors of one element.
+    chunks_pad = max(2, next_power_of_two(chunks))
     stats = torch.empty((rows, chunks, 4), dtype=torch.float32, device=device)
     best_tokens = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     filters = not (params.no_filters or params.all_greedy)
@@ -61,7 +63,7 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
             vocabulary,
             CHUNK=chunk,
             CHUNKS=chunks,
-            CHUNKS_PAD=next_power_of_two(chunks),
+            CHUNKS_PAD=chunks_pad,
             num_warps=8,
         )
     choose_kernel[(rows,)](
@@ -87,7 +89,7 @@ def sample(logits: Tensor, params: SamplingTensors, num_logprobs: int | None) ->
         vocabulary,
         CHUNK=chunk,
         CHUNKS=chunks,
-        CHUNKS_PAD=next_power_of_two(chunks),
+        CHUNKS_PAD=chunks_pad,
         BLOCK=chunk,
         ALL_GREEDY=params.all_greedy,
         FILTERS=filters,
