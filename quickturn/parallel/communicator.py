@@ -21,6 +21,7 @@ from quickturn_kernels import (
 from quickturn_kernels.ops.all_reduce.peer_memory import MAX_RANKS, PATIENCE_S, has_kernel, mapped
 
 from quickturn.parallel.collectives import Alone, Collectives, Counts, gathering
+from quickturn.parallel.exchange import recorded
 from quickturn.parallel.mesh import Groups, Mesh, MeshAxis
 
 # torch 2.13 renamed them.
@@ -217,10 +218,10 @@ class Communicator:
     ) -> None:
         """One collective of torch's; gloo is given copies on the host of what is on a GPU."""
         group = self._groups[over]
-        if not sent.is_cuda or distributed.get_backend(group) != "gloo":
+        if not (_on_gpu(sent) and distributed.get_backend(group) == "gloo"):
             call(found, sent, group=group)
             return
-        if torch.cuda.is_current_stream_capturing():
+        if recorded(sent):
             raise RuntimeError(
                 "ranks that share a GPU can't record this step: a message is larger than the memory that they"
                 " share takes; lower max_requests or max_step_tokens, or give graphs=False"
@@ -282,6 +283,10 @@ def _peer_memory(
         return mapped(index, size, device, exchange, patience)
     except RuntimeError:
         return None
+
+
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -9,11 +9,13 @@ from driving import MAX_STEPS, Checkpoint, Driver
 from ranks import alive, broken_checkpoint, config, driver_of, prompts_of, ranks_of
 
 from quickturn.engine.core import EngineCore
-from quickturn.engine.crew import RankLost
+from quickturn.engine.crew import RankLost, cut_off
 from quickturn.engine.leader import Leader
 from quickturn.engine.lockstep import Batch, Go
-from quickturn.engine.ranked import RankedCore, RanksDiverged
+from quickturn.engine.ranked import RankedCore, RankMissing, RanksDiverged
 from quickturn.engine.seat import Seat
+from quickturn.parallel.collectives import Alone
+from quickturn.parallel.communicator import Communicator
 from quickturn.parallel.mesh import Mesh
 
 
@@ -82,3 +84,42 @@ def test_ranked_core_refuses_a_foreign_digest(checkpoint: Checkpoint) -> None:
     assert ranked.plan(Batch(0.0)).digest == 0
     with pytest.raises(RanksDiverged, match="planned another step"):
         ranked.run(Go([1]))
+
+
+class Waiting(Alone):
+    """A kernel gave up waiting for a rank, which spoils all that the device does."""
+
+    def missing(self) -> str:
+        """Which one."""
+        return "rank 1 did not come to a sum in 5 s"
+
+
+def test_a_kernel_that_gave_up_names_the_rank_that_it_missed(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = EngineCore(config(checkpoint))
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(core, "run", fail)
+    with pytest.raises(RankMissing, match="rank 1 did not come") as found:
+        RankedCore(core, Seat(Mesh(), collectives=Waiting())).run(Go([0]))
+    # Another rank is more to blame than the one that says so.
+    assert cut_off(found.value)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        RankedCore(core, Seat(Mesh())).run(Go([0]))
+
+
+def test_what_the_device_waits_for_is_broken_off_when_a_rank_is_lost(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned: list[Communicator] = []
+    monkeypatch.setattr(Communicator, "abandon", lambda self: abandoned.append(self))
+    leader = Leader(config(checkpoint, tp=2))
+    os.kill(ranks_of(leader)[0], signal.SIGKILL)
+    driver = driver_of(leader)
+    with pytest.raises(RankLost, match="rank 1"):
+        driver.run([3, 4, 5], max_tokens=100)
+    leader.close()
+    assert abandoned == [leader._ranked.seat.collectives]

@@ -7,14 +7,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from free_port import free_port
 from typer.testing import CliRunner
 
 from quickturn.cli.main import build
 from quickturn.config import EngineConfig
 from quickturn.engine.crew import WAITING, Crew, Member, RankLost, blame, tell
+from quickturn.engine.device import pick_device
 from quickturn.engine.join import Outside, gather, join, outside
 from quickturn.engine.link import Link, LinkClosed
 from quickturn.engine.lockstep import Alive, Failed
@@ -281,3 +284,38 @@ def test_old_blocks_are_forgotten_ends_first(monkeypatch: pytest.MonkeyPatch) ->
     group = router._groups[0]
     assert group.known(blocks(2, 5)) == 5
     assert group.known(blocks(1, 8)) == 5
+
+
+class Cards:
+    """A machine with so many GPUs."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_each_rank_has_a_gpu_or_shares_one_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cards(2, monkeypatch)
+    assert [pick_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
+    assert [pick_device("cuda", rank, 4, 2).index for rank in range(4)] == [0, 0, 1, 1]
+    assert [pick_device("cuda:1", rank, 3, 4).index for rank in range(3)] == [1, 1, 1]
+    assert pick_device("cuda:1").index == 1
+    assert pick_device("cpu", 3, 4).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("cards", "given", "message"),
+    [
+        (1, ("cuda", 0, 2), "2 ranks of this machine need 2 GPUs, but PyTorch sees 1"),
+        (2, ("auto", 1, 5, 2), "5 ranks of this machine need 3 GPUs, but PyTorch sees 2"),
+        (2, ("cuda:0", 0, 2), "need 2 GPUs, but 'cuda:0' is one"),
+        (2, ("cuda:2",), "device 'cuda:2' needs 3 GPUs, but PyTorch sees 2"),
+        (0, ("cuda",), "sees no GPU"),
+    ],
+)
+def test_too_few_gpus_are_an_error(
+    cards: int, given: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cards(cards, monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        pick_device(*given)

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from crew import GROUPS, Crew
 from quickturn_kernels import add_rms_norm
 
+from quickturn.parallel import communicator
 from quickturn.parallel.collectives import Alone
 from quickturn.parallel.communicator import connect
 from quickturn.parallel.mesh import Groups, Mesh, make_mesh
@@ -94,6 +96,22 @@ def test_collectives(crew: Crew, name: str, seed: int) -> None:
     groups = [Groups(mesh.world), mesh.axis("tp"), mesh.axis("dp"), mesh.axis("ep"), Groups(1)]
     counts = [[numbers.choice((0, 0, 3, 5, 12)) for _ in range(4)] for _ in groups]
     crew.run(check, mesh, groups, counts, seed)
+
+
+def by_way_of_the_host(rank: int, *arguments: Any) -> int:
+    """As between ranks that share a GPU. Returns how many collectives were copied."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "_on_gpu", lambda x: True)
+        made: list[Any] = []
+        patch.setattr(communicator.Communicator, "barrier", lambda self: made.append(self))
+        check(rank, *arguments)
+    return int(made[0].copies)
+
+
+def test_collectives_by_way_of_the_host(crew: Crew, seed: int) -> None:
+    mesh = MESHES["square"]
+    groups, counts = [Groups(mesh.world), mesh.axis("tp")], [[3, 0, 5, 2], [4, 0, 0, 0]]
+    assert min(crew.run(by_way_of_the_host, mesh, groups, counts, seed)) > 50
 
 
 def same_bits(rank: int, seed: int) -> list[bytes]:
