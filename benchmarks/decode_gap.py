@@ -21,12 +21,9 @@ from quickturn.engine.core import EngineCore
 from quickturn.engine.messages import AddRequest
 from quickturn.sampling_params import SamplingParams
 
-LONGEST = 8
-"""Kernels listed by name, those that take the most time."""
 
-
-def decode_profile(core: EngineCore, rows: int, context: int, steps: int) -> dict[str, object]:
-    """Profile `steps` decode steps of `rows` requests behind `context` tokens each."""
+def decode_profile(core: EngineCore, rows: int, context: int, steps: int, longest: int) -> dict[str, object]:
+    """Profile `steps` decode steps of `rows` requests behind `context` tokens each; `longest`: see `main`."""
     random = np.random.default_rng(0)
     for index in range(rows):
         prompt = random.integers(0, core.ready().vocab_size, context, dtype=np.int32)
@@ -57,8 +54,8 @@ def decode_profile(core: EngineCore, rows: int, context: int, steps: int) -> dic
             idle += start - reached
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    longest = sorted(gaps, reverse=True)[:steps]
-    names = Counter[str]()
+    long_gaps = sorted(gaps, reverse=True)[:steps]
+    names, counts = Counter[str](), Counter(name for _, _, name in spans)
     for start, end, name in spans:
         names[name] += end - start
     return {
@@ -70,9 +67,12 @@ def decode_profile(core: EngineCore, rows: int, context: int, steps: int) -> dic
         "activities": len(spans) / steps,
         "idle_us": idle / steps,
         "idle_share": idle / (busy + idle),
-        "idle_us_in_the_longest_gap_of_a_step": sum(longest) / steps,
-        "gap_share_of_unprofiled_step": sum(longest) / steps / wall,
-        "longest": {name[:80]: us / steps for name, us in names.most_common(LONGEST)},
+        "idle_us_in_the_longest_gap_of_a_step": sum(long_gaps) / steps,
+        "gap_share_of_unprofiled_step": sum(long_gaps) / steps / wall,
+        "longest": {
+            name[:80]: {"us": us / steps, "launches": counts[name] / steps}
+            for name, us in names.most_common(longest)
+        },
     }
 
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=8, help="list so many kernels, longest first")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     core = EngineCore(
@@ -95,7 +96,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
-    result |= decode_profile(core, chosen.rows, chosen.context, chosen.steps)
+    result |= decode_profile(core, chosen.rows, chosen.context, chosen.steps, chosen.longest)
     core.close()
     print(json.dumps(result, indent=1))
     if chosen.json is not None:

@@ -3,9 +3,10 @@
     python kernels/bench/hopper_moe.py OUT.json [IMPLEMENTATION]
 
 CUDA graphs over several layers' weights, so that nothing stays in L2; random bfloat16 weights and logits,
-made on the device. `moe` is given the choice, `block` begins with the router's product. Every result is
-compared with the reference first. Bytes: the chosen experts' weights, once. Roof: those bytes over the copy
-bandwidth, or the products' operations over the rate of a large bfloat16 product, whichever is more.
+made on the device. `moe` is given the choice, `block` begins with the router's product, `stream` with the
+norm ahead of it. Every result but the last is compared with the reference first. Bytes: the chosen experts'
+weights, once. Roof: those bytes over the copy bandwidth, or the products' operations over the rate of a large
+bfloat16 product, whichever is more.
 """
 
 import json
@@ -13,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry
-from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert
+from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_few
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -140,7 +142,37 @@ def measure(
             found[f"block {name}"] = {"us": us, "of_roof": least / us, "error": error}
         except (ValueError, RuntimeError, LookupError) as problem:
             found[f"block {name}"] = str(problem)[:200]
+    if tokens <= hopper_few.MAX_TOKENS:
+        found |= measure_stream(x, layers, least)
     return found
+
+
+def measure_stream(x: Tensor, layers: list[Layer], least: float) -> dict[str, object]:
+    """A layer on the residual stream as one op, and with its norm as a kernel of its own; in the second the
+    result isn't added, which the next norm would do.
+    """
+    residual, norm = torch.randn_like(x), torch.ones(HIDDEN, device=DEVICE, dtype=BF16)
+    branch = torch.zeros_like(x)
+
+    def apart(layer: Layer) -> object:
+        normed = kernels.add_rms_norm(branch, residual, norm, 1e-6)
+        return kernels.moe_block(normed, layer.router, layer.experts, shared=layer.shared)
+
+    def whole(layer: Layer) -> object:
+        return kernels.residual_moe_block(
+            residual, branch, norm, 1e-6, layer.router, layer.experts, shared=layer.shared
+        )
+
+    with kernels.use(moe_block="reference"):
+        composed = graph_time([partial(apart, layer) for layer in layers])
+    return {
+        "stream composed": {"us": composed, "of_roof": least / composed},
+        "stream norm apart": {"us": graph_time([partial(apart, layer) for layer in layers])},
+        "stream hopper": {
+            "us": (us := graph_time([partial(whole, layer) for layer in layers])),
+            "of_roof": least / us,
+        },
+    }
 
 
 def main() -> None:

@@ -43,9 +43,18 @@ from quickturn_kernels.ops.moe import (
     moe_block,
     prepare_experts,
     prepare_shared_expert,
+    residual_moe_block,
+    residual_moe_rows,
     route,
 )
 from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
+from quickturn_kernels.ops.norm_linear import (
+    linear_add,
+    linear_add_rows,
+    norm_linear,
+    norm_linear_rows,
+    norm_linear_silu_and_mul,
+)
 from quickturn_kernels.ops.rotary import rotary_cache_write
 from quickturn_kernels.ops.sampling import IN_PROMPT, Sampled, SamplingTensors, sample
 from quickturn_kernels.platform import Platform, Requirement, current, describe
@@ -107,11 +116,16 @@ __all__ = [
     "gelu_tanh_and_mul",
     "implementations",
     "linear",
+    "linear_add",
+    "linear_add_rows",
     "linear_silu_and_mul",
     "load",
     "merge_attention",
     "moe",
     "moe_block",
+    "norm_linear",
+    "norm_linear_rows",
+    "norm_linear_silu_and_mul",
     "ops",
     "override",
     "paged_attention_decode",
@@ -122,6 +136,8 @@ __all__ = [
     "prepare_linear",
     "prepare_shared_expert",
     "register",
+    "residual_moe_block",
+    "residual_moe_rows",
     "rms_norm",
     "rotary_attention_decode",
     "rotary_cache_write",

@@ -18,6 +18,7 @@ from quickturn_kernels.ops.moe import (
     moe_block,
     prepare_experts,
     prepare_shared_expert,
+    residual_moe_block,
     route_with,
 )
 from quickturn_kernels.ops.moe.weights import blocks
@@ -77,7 +78,7 @@ LAYERS = (
 
 
 def moe_cases() -> tuple[Case, ...]:
-    """Cases of route, moe and moe_block."""
+    """Cases of route, moe, moe_block and residual_moe_block."""
     found = [route_case(*one) for one in ROUTES]
     for layer in LAYERS:
         found += layer_cases(layer)
@@ -90,15 +91,17 @@ def route_case(tokens: int, experts: int, dtype: torch.dtype, routing: Routing, 
     return Case("route", name, dtype, {}, partial(_route, tokens, experts, dtype, routing, options))
 
 
-def layer_cases(layer: Layer) -> tuple[Case, Case]:
-    """moe and moe_block of one layer."""
+def layer_cases(layer: Layer) -> tuple[Case, ...]:
+    """moe, moe_block and residual_moe_block of one layer."""
     plain = {"prepare_linear": "reference", "linear": "reference", "linear_silu_and_mul": "reference"}
     layout = FP8_BLOCK if "fp8" in layer.options else PLAIN
     traits = {"layout": layout, "rows": rows_class(layer.tokens)}
     block = {**plain, "route": "reference", "moe": "reference"}
+    stream = {**block, "moe_block": "reference", "rms_norm": "reference", "add_rms_norm": "reference"}
     return (
         Case("moe", str(layer), layer.dtype, traits, partial(_moe, layer), plain),
         Case("moe_block", str(layer), layer.dtype, traits, partial(_moe_block, layer), block),
+        Case("residual_moe_block", str(layer), layer.dtype, traits, partial(_stream, layer), stream),
     )
 
 
@@ -197,9 +200,8 @@ def _rows_agree(want: Tensor, got: Tensor) -> bool:
     return bool((off <= limit * want.double().norm(dim=-1)).all())
 
 
-def _moe_block(layer: Layer, generator: Generator, device: torch.device) -> Result:
-    x = _x(layer, generator, device)
-    experts, shared = _experts(layer, generator, device), _shared(layer, generator, device)
+def _router(layer: Layer, generator: Generator, device: torch.device) -> tuple[Router, Tensor | None]:
+    """And the positions, if some tokens are padding."""
     routing = Routing(layer.top, "softmax_after" if "oss" in layer.options else "softmax")
     weight = prepare_linear(_random(generator, device, layer.dtype, layer.experts, layer.hidden))
     bias = _random(generator, device, layer.dtype, layer.experts) if "biased" in layer.options else None
@@ -207,7 +209,31 @@ def _moe_block(layer: Layer, generator: Generator, device: torch.device) -> Resu
     if "outside" in layer.options:
         positions = torch.arange(layer.tokens, device=device)
         positions[::3] = -1
-    out = moe_block(x, Router(weight, routing, bias), experts, shared=shared, positions=positions)
+    return Router(weight, routing, bias), positions
+
+
+def _stream(layer: Layer, generator: Generator, device: torch.device) -> Result:
+    residual, branch = _x(layer, generator, device), _x(layer, generator, device)
+    experts, shared = _experts(layer, generator, device), _shared(layer, generator, device)
+    router, positions = _router(layer, generator, device)
+    wide = layer.tokens % 2 and layer.dtype != FP16
+    norm = 1 + 0.1 * torch.randn(layer.hidden, generator=generator)
+    norm = norm.to(device).to(FP32 if wide else layer.dtype)
+    added = None if "gated" in layer.options and layer.tokens == 1 else branch
+    residual_moe_block(residual, added, norm, 1e-6, router, experts, shared=shared, positions=positions)
+    if positions is not None:
+        residual = residual.masked_fill((positions < 0)[:, None], 0.0)
+    return Result(
+        {"residual": residual, "branch": branch},
+        {} if layer.dtype == FP32 else {"residual": _rows_agree},
+    )
+
+
+def _moe_block(layer: Layer, generator: Generator, device: torch.device) -> Result:
+    x = _x(layer, generator, device)
+    experts, shared = _experts(layer, generator, device), _shared(layer, generator, device)
+    router, positions = _router(layer, generator, device)
+    out = moe_block(x, router, experts, shared=shared, positions=positions)
     if positions is not None:
         # What padding gets from the shared expert is nobody's business.
         out = out.masked_fill((positions < 0)[:, None], 0.0)

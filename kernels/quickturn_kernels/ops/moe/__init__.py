@@ -35,6 +35,8 @@ __all__ = [
     "moe_block",
     "prepare_experts",
     "prepare_shared_expert",
+    "residual_moe_block",
+    "residual_moe_rows",
     "route",
     "route_with",
     "router_logits",
@@ -47,6 +49,13 @@ _MOE: Op[Callable[[Tensor, ExpertWeights, Tensor, Tensor, SharedExpert | None], 
 _MOE_BLOCK: Op[Callable[[Tensor, Router, ExpertWeights, SharedExpert | None, Tensor | None], Tensor]] = (
     define("moe_block", "layout", "rows")
 )
+_RESIDUAL_BLOCK: Op[
+    Callable[
+        [Tensor, Tensor | None, Tensor, float, Router, ExpertWeights, SharedExpert | None, Tensor | None],
+        None,
+    ]
+] = define("residual_moe_block", "layout", "rows")
+_RESIDUAL_ROWS: Op[Callable[[Router, ExpertWeights, SharedExpert | None], int]] = define("residual_moe_rows")
 
 
 def route(
@@ -139,6 +148,39 @@ def moe_block(
     if function is None:
         function = _MOE_BLOCK.bind(*key)
     return function(x, router, experts, shared, positions)
+
+
+def residual_moe_block(
+    residual: Tensor,
+    branch: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    router: Router,
+    experts: ExpertWeights,
+    *,
+    shared: SharedExpert | None = None,
+    positions: Tensor | None = None,
+) -> None:
+    """A mixture-of-experts layer on the residual stream: `residual += branch`, then `residual +=
+    moe_block(rms_norm(residual, norm_weight, eps))`, both in place, each rounded to its dtype.
+
+    residual: [T, H], rows may lie apart. branch: [T, H] or None; it doesn't change. norm_weight: [H], of
+    residual's dtype or float32. The rest as for `moe_block`; padding tokens get something finite.
+    """
+    key = (residual.device, residual.dtype, experts.layout, rows_class(residual.shape[0]))
+    function = _RESIDUAL_BLOCK.table.get(key)
+    if function is None:
+        function = _RESIDUAL_BLOCK.bind(*key)
+    function(residual, branch, norm_weight, eps, router, experts, shared, positions)
+
+
+def residual_moe_rows(router: Router, experts: ExpertWeights, shared: SharedExpert | None) -> int:
+    """Up to how many rows `residual_moe_block` is faster than what it is made of; 0 where it never is."""
+    key = (experts.down.device, router.weight.dtype)
+    function = _RESIDUAL_ROWS.table.get(key)
+    if function is None:
+        function = _RESIDUAL_ROWS.bind(*key)
+    return function(router, experts, shared)
 
 
 def router_logits(x: Tensor, router: Router) -> Tensor:

@@ -1,6 +1,4 @@
-"""Mixtures of experts on Hopper, bfloat16: many tokens by warpgroup products; few in one launch, and routing
-in CUDA C++, where they are named.
-"""
+"""Mixtures of experts on Hopper, bfloat16: many tokens by warpgroup products, few by their own launches."""
 
 import torch
 from torch import Tensor
@@ -8,9 +6,10 @@ from torch import Tensor
 from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.linear import PLAIN
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
-from quickturn_kernels.ops.moe import hopper_grouped, hopper_route
-from quickturn_kernels.ops.moe.hopper_launch import launch, takes, takes_router
+from quickturn_kernels.ops.moe import hopper_few, hopper_grouped, hopper_route
+from quickturn_kernels.ops.moe.hopper_few import Stream, takes_rows
 from quickturn_kernels.ops.moe.reference import moe_block as composed
+from quickturn_kernels.ops.moe.reference import residual_moe_block as composed_on_stream
 from quickturn_kernels.ops.moe.triton import moe as portable
 from quickturn_kernels.ops.moe.triton import route as portable_route
 from quickturn_kernels.ops.moe.weights import ExpertWeights, Router, Routing, SharedExpert
@@ -38,8 +37,6 @@ if cuda_build.available((9, 0)):
             return portable(x, experts, weights, chosen, shared)
         return hopper_grouped.moe(x, experts, weights.contiguous(), chosen.contiguous(), shared)
 
-    # The three below are slower than the portable ones so far (docs/performance/moe.md): taken when named.
-
     @register(
         "route",
         name="hopper",
@@ -50,34 +47,18 @@ if cuda_build.available((9, 0)):
     def route(
         logits: Tensor, routing: Routing, bias: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See `quickturn_kernels.route`."""
+        """See `quickturn_kernels.route`. Slower than the portable one: taken when named."""
         if logits.stride(1) != 1 or not hopper_route.takes(logits.shape[1], routing, bias):
             return portable_route(logits, routing, bias, positions)
         return hopper_route.launch_route(logits, routing, bias, positions)
 
     @register(
-        "moe",
-        name="hopper_few",
-        platform=HOPPER,
-        dtypes=(torch.bfloat16,),
-        traits={"layout": {PLAIN, FP8_BLOCK}, "rows": {"few"}},
-        priority=Priority.REFERENCE,
-    )
-    def moe_few(
-        x: Tensor, experts: ExpertWeights, weights: Tensor, chosen: Tensor, shared: SharedExpert | None
-    ) -> Tensor:
-        """See `quickturn_kernels.moe`."""
-        if not takes(x, experts, chosen.shape[1], shared):
-            return portable(x, experts, weights, chosen, shared)
-        return launch(x, experts, shared, choice=(weights.contiguous(), chosen.contiguous()))
-
-    @register(
         "moe_block",
-        name="hopper_few",
+        name="hopper",
         platform=HOPPER,
         dtypes=(torch.bfloat16,),
         traits={"layout": {PLAIN, FP8_BLOCK}, "rows": {"few"}},
-        priority=Priority.REFERENCE,
+        priority=Priority.SPECIALIZED,
     )
     def moe_block(
         x: Tensor,
@@ -86,7 +67,41 @@ if cuda_build.available((9, 0)):
         shared: SharedExpert | None,
         positions: Tensor | None,
     ) -> Tensor:
-        """See `quickturn_kernels.moe_block`."""
-        if not (takes(x, experts, router.routing.top_k, shared) and takes_router(x, router)):
+        """See `quickturn_kernels.moe_block`. For at most eight tokens."""
+        if not (hopper_few.takes(experts, router, shared) and takes_rows(x, experts, router, shared)):
             return composed(x, router, experts, shared, positions)
-        return launch(x, experts, shared, router=router, positions=positions)
+        return hopper_few.launch(x, router, experts, shared, positions)
+
+    @register(
+        "residual_moe_block",
+        name="hopper",
+        platform=HOPPER,
+        dtypes=(torch.bfloat16,),
+        traits={"layout": {PLAIN, FP8_BLOCK}, "rows": {"few"}},
+        priority=Priority.SPECIALIZED,
+    )
+    def residual_moe_block(
+        residual: Tensor,
+        branch: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        router: Router,
+        experts: ExpertWeights,
+        shared: SharedExpert | None,
+        positions: Tensor | None,
+    ) -> None:
+        """See `quickturn_kernels.residual_moe_block`. For at most eight tokens."""
+        if (
+            hopper_few.takes(experts, router, shared)
+            and takes_rows(residual, experts, router, shared)
+            and (branch is None or takes_rows(branch, experts, router, shared))
+        ):
+            stream = Stream(residual, norm_weight, eps)
+            hopper_few.launch(branch, router, experts, shared, positions, stream)
+        else:
+            composed_on_stream(residual, branch, norm_weight, eps, router, experts, shared, positions)
+
+    @register("residual_moe_rows", name="hopper", platform=HOPPER, priority=Priority.SPECIALIZED)
+    def residual_moe_rows(router: Router, experts: ExpertWeights, shared: SharedExpert | None) -> int:
+        """Those that one launch after the other reads the weights of only once."""
+        return hopper_few.MAX_TOKENS if hopper_few.takes(experts, router, shared) else 0

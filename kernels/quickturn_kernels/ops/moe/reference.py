@@ -7,6 +7,7 @@ from torch import Tensor
 from quickturn_kernels.ops.gated_linear import linear_silu_and_mul
 from quickturn_kernels.ops.linear import linear
 from quickturn_kernels.ops.moe import moe, route_with, router_logits
+from quickturn_kernels.ops.moe import moe_block as as_one_layer
 from quickturn_kernels.ops.moe.weights import (
     FP8_SIDE,
     GPT_OSS_ALPHA,
@@ -17,6 +18,7 @@ from quickturn_kernels.ops.moe.weights import (
     Routing,
     SharedExpert,
 )
+from quickturn_kernels.ops.norm import add_rms_norm, rms_norm
 from quickturn_kernels.registry import Priority, register
 
 
@@ -124,9 +126,31 @@ def moe_block(
     shared: SharedExpert | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """The layer as the ops that it's made of, each in the tier that suits.
-
-    Above the reference tier, because nothing that exists beats it yet.
-    """
+    """The layer as the ops that it's made of, each in the tier that suits; so above the reference tier."""
     weights, chosen = route_with(router_logits(x, router), router.routing, router.correction, positions)
     return moe(x, experts, weights, chosen, shared=shared)
+
+
+@register("residual_moe_block", name="reference", priority=Priority.PORTABLE)
+def residual_moe_block(
+    residual: Tensor,
+    branch: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    router: Router,
+    experts: ExpertWeights,
+    shared: SharedExpert | None,
+    positions: Tensor | None,
+) -> None:
+    """As `moe_block`, as the ops that it's made of."""
+    if branch is None:
+        x = rms_norm(residual, norm_weight, eps)
+    else:
+        x = add_rms_norm(branch, residual, norm_weight, eps)
+    residual.add_(as_one_layer(x, router, experts, shared=shared, positions=positions))
+
+
+@register("residual_moe_rows", name="reference", priority=Priority.REFERENCE)
+def residual_moe_rows(router: Router, experts: ExpertWeights, shared: SharedExpert | None) -> int:
+    """Never: these are the ops that it's made of."""
+    return 0

@@ -1,0 +1,234 @@
+// What the launches of moe_few.cu share: their arguments, rows of weights in registers, and the choice.
+#pragma once
+#include <cstdint>
+
+#include "hopper.cuh"
+#include "moe_route.cuh"
+#include "norm.cuh"
+#include "scalars.cuh"
+
+namespace quickturn {
+
+constexpr int kFewTokens = 8;
+
+// Mirrored by a ctypes structure.
+struct FewArguments {
+  const bf16* x;       // [tokens, hidden]; with a norm, null or what is added to the residual ahead of it
+  bf16* residual;      // [tokens, hidden], or null: then no norm, and the result goes to `out`
+  const void* norm;    // [hidden], bfloat16 or float32 (`wide`), or null
+  const bf16* router;  // [experts, hidden]
+  const bf16* router_bias;     // [experts] or null
+  const long long* positions;  // [tokens], negative for padding, or null
+  const void* gate_up;         // [experts, 2 inner, hidden]
+  const void* down;            // [experts, hidden, inner]
+  const bf16* gate_up_bias;    // [experts, 2 inner] or null
+  const bf16* down_bias;       // [experts, hidden] or null
+  const void* shared_gate_up;  // [2 shared_inner, hidden] or null
+  const void* shared_down;     // [hidden, shared_inner] or null
+  const bf16* shared_gate;     // [hidden] or null
+  const float* gate_up_scale;  // of 128 x 128 blocks, or null
+  const float* down_scale;
+  const float* shared_gate_up_scale;
+  const float* shared_down_scale;
+  float* logits;  // [tokens, experts], between the launches
+  float* gates;   // [tokens]
+  bf16* normed;   // [tokens, hidden]
+  bf16* between;  // [tokens, top + 1, pitch], the shared expert's last
+  bf16* out;      // [tokens, hidden], if there is no residual
+  RoutingRules rules;
+  long long x_pitch, residual_pitch;
+  int tokens, hidden, inner, shared_inner, pitch;
+  int gate_up_pitch, down_pitch, shared_gate_up_pitch, shared_down_pitch;  // elements of a row of scales
+  int shared_permuted;  // the shared expert's columns are in the order of linear_fp8.cu
+  int oss, wide, prefetch;
+  float eps;
+};
+
+__device__ __forceinline__ uint4 stream_vector(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ float low_half(uint32_t two) { return __uint_as_float(two << 16); }
+__device__ __forceinline__ float high_half(uint32_t two) { return __uint_as_float(two & 0xFFFF0000u); }
+
+// Rows of bfloat16.
+struct PlainWeight {
+  static constexpr int kVector = 8;  // elements of 16 bytes
+  static constexpr int kBytes = 2;
+  static constexpr bool kScaled = false;
+
+  const bf16* row;
+
+  static __device__ __forceinline__ PlainWeight at(const void* weight, long long row, int columns,
+                                                   const float* = nullptr, int = 0) {
+    return {static_cast<const bf16*>(weight) + row * columns};
+  }
+  __device__ __forceinline__ uint4 vector(int column) const { return stream_vector(row + column); }
+  __device__ __forceinline__ float factor(int) const { return 1.f; }
+
+  // x: the same columns in shared memory.
+  static __device__ __forceinline__ float dot(const uint4& w, const uint4* x, bool) {
+    const uint4 b = *x;
+    float even = low_half(w.x) * low_half(b.x), odd = high_half(w.x) * high_half(b.x);
+    even = fmaf(low_half(w.y), low_half(b.y), even), odd = fmaf(high_half(w.y), high_half(b.y), odd);
+    even = fmaf(low_half(w.z), low_half(b.z), even), odd = fmaf(high_half(w.z), high_half(b.z), odd);
+    even = fmaf(low_half(w.w), low_half(b.w), even), odd = fmaf(high_half(w.w), high_half(b.w), odd);
+    return even + odd;
+  }
+};
+
+// Rows of e4m3 with a factor for each 128 x 128 block.
+struct ScaledWeight {
+  static constexpr int kVector = 16;
+  static constexpr int kBytes = 1;
+  static constexpr bool kScaled = true;
+
+  const unsigned char* row;
+  const float* scale;
+
+  static __device__ __forceinline__ ScaledWeight at(const void* weight, long long row, int columns,
+                                                    const float* scale, int pitch) {
+    return {static_cast<const unsigned char*>(weight) + row * columns, scale + row / 128 * pitch};
+  }
+  __device__ __forceinline__ uint4 vector(int column) const { return stream_vector(row + column); }
+  __device__ __forceinline__ float factor(int column) const { return __ldg(scale + column / 128); }
+
+  // permuted: of 16 columns, word q has 2q, 2q + 8, 2q + 1, 2q + 9.
+  static __device__ __forceinline__ float dot(const uint4& w, const uint4* x, bool permuted) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    const uint4 first = x[0], second = x[1];
+    const uint32_t b[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    float even = 0.f, odd = 0.f;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const uint32_t low = widen_e4m3(static_cast<uint16_t>(words[q]));
+      const uint32_t high = widen_e4m3(static_cast<uint16_t>(words[q] >> 16));
+      const float x0 = low_half(permuted ? b[q] : b[2 * q]);
+      const float x1 = permuted ? low_half(b[q + 4]) : high_half(b[2 * q]);
+      const float x2 = permuted ? high_half(b[q]) : low_half(b[2 * q + 1]);
+      const float x3 = high_half(permuted ? b[q + 4] : b[2 * q + 1]);
+      even = fmaf(Half::widen(static_cast<uint16_t>(low)), x0, even);
+      odd = fmaf(Half::widen(static_cast<uint16_t>(low >> 16)), x1, odd);
+      even = fmaf(Half::widen(static_cast<uint16_t>(high)), x2, even);
+      odd = fmaf(Half::widen(static_cast<uint16_t>(high >> 16)), x3, odd);
+    }
+    return even + odd;
+  }
+};
+
+// Up to 2,048 columns of kRows rows, spread over a warp.
+template <typename Weight, int kRows>
+struct Rows {
+  static constexpr int kColumns = 2048;
+  static constexpr int kHeld = kColumns / 32 / Weight::kVector;
+
+  Weight row[kRows];
+  uint4 piece[kRows][kHeld];
+  float scale[kRows][kHeld];
+
+  __device__ __forceinline__ void load(int first, int lane, int columns) {
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      const int at = first + (v * 32 + lane) * Weight::kVector;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        if (at < columns) {
+          piece[r][v] = row[r].vector(at);
+          scale[r][v] = row[r].factor(at);
+        }
+    }
+  }
+
+  // x: a whole row of them in shared memory.
+  __device__ __forceinline__ void add(float (&sum)[kRows], const uint4* x, int first, int lane, int columns,
+                                      bool permuted) const {
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) {
+      const int at = first + (v * 32 + lane) * Weight::kVector;
+      if (at < columns) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          sum[r] += scale[r][v] * Weight::dot(piece[r][v], x + at / 8, permuted);
+      }
+    }
+  }
+};
+
+// Who chose whom. At most eight tokens.
+struct FewChoice {
+  float weight[kFewTokens][kMaxTop];
+  short expert[kFewTokens][kMaxTop];   // -1: nobody
+  short member[kFewTokens * kMaxTop];  // the experts that someone chose, in the order of who chose first
+  unsigned char takers[kFewTokens * kMaxTop];            // bit t is token t
+  unsigned char slot[kFewTokens * kMaxTop][kFewTokens];  // which of a taker's choices it is
+  int counts[4];
+  int active;
+
+  // One warp a token. No barrier at its end.
+  __device__ __forceinline__ void choose(const FewArguments& args) {
+    const int t = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (t >= args.tokens) return;
+    float by = 0.f;
+    int which = -1;
+    if (args.positions == nullptr || args.positions[t] >= 0)
+      choose_experts(args.rules, args.logits + t * args.rules.experts, by, which);
+    if (lane < args.rules.top) {
+      weight[t][lane] = by;
+      expert[t][lane] = static_cast<short>(which);
+    }
+  }
+
+  // Columns of down that a slot of a token has to do with: none where nobody was chosen. The slot behind the
+  // choices is the shared expert's.
+  __device__ __forceinline__ int width(const FewArguments& args, int t, int slot) const {
+    if (slot > args.rules.top) return 0;
+    if (slot == args.rules.top) return args.shared_inner;
+    return expert[t][slot] >= 0 ? args.inner : 0;
+  }
+
+  // The first row of down of the expert that a token chose.
+  __device__ __forceinline__ long long row(const FewArguments& args, int t, int slot) const {
+    return static_cast<long long>(expert[t][slot]) * args.hidden;
+  }
+
+  // All threads of the block, of at least four warps. Ends with a barrier.
+  __device__ __forceinline__ void list(const FewArguments& args) {
+    __syncthreads();
+    const int top = args.rules.top, pair = threadIdx.x, warp = pair / 32, lane = pair % 32;
+    const bool real = pair < args.tokens * top;
+    const int e = real ? expert[pair / top][pair % top] : -1;
+    bool first = e >= 0;
+    int mask = 0;
+    if (real) {
+      for (int other = 0; other < args.tokens * top; ++other)
+        if (expert[other / top][other % top] == e) {
+          if (other < pair) first = false;
+          mask |= 1 << (other / top);
+        }
+    }
+    const unsigned firsts = __ballot_sync(0xFFFFFFFFu, first);
+    if (lane == 0 && warp < 4) counts[warp] = __popc(firsts);
+    __syncthreads();
+    if (first) {
+      int at = __popc(firsts & ((1u << lane) - 1));
+      for (int w = 0; w < warp; ++w) at += counts[w];
+      member[at] = static_cast<short>(e);
+      takers[at] = static_cast<unsigned char>(mask);
+      for (int other = pair; other < args.tokens * top; ++other)
+        if (expert[other / top][other % top] == e)
+          slot[at][other / top] = static_cast<unsigned char>(other % top);
+    }
+    if (threadIdx.x == 0) active = counts[0] + counts[1] + counts[2] + counts[3];
+    __syncthreads();
+  }
+};
+
+}  // namespace quickturn
