@@ -38,7 +38,7 @@ from quickturn.engine.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from quickturn.engine.scores import pieces
+from quickturn.engine.scores import pieces, scored_tokens
 from quickturn.engine.seat import Seat
 from quickturn.engine.start import StartedEngine, scheduler_config, start
 from quickturn.execution.batch import GroupCounts, StateMoves, StepRows
@@ -96,7 +96,6 @@ class EngineCore:
         self._constrained = 0
         self.last_step = LastStep()
         self._alone = seat.mesh.world == 1
-        self._groups = seat.mesh.dp > 1
         self.digest = 0
         """Of all that was planned and sampled so far; not kept by a rank alone."""
         self.times: list[tuple[int, float]] = []
@@ -124,9 +123,6 @@ class EngineCore:
                 return
             ways = self.grammars.ways if sampling.constraint.closes else None
             row = ConstrainedRow(sampling.constraint, outcome, ways, sampling.max_tokens)
-        if sampling.prompt_logprobs is not None and self._groups:
-            self.reject(request.id, "log-probabilities of a prompt's tokens can't be had with --dp yet")
-            return
         tokens = array("i")
         tokens.frombytes(request.tokens)
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._started.ready.vocab_size:
@@ -232,6 +228,10 @@ class EngineCore:
         if not waits:
             self._settle(self._in_flight.popleft(), outputs)
         return outputs
+
+    def scored_tokens(self, plan: control.StepPlan) -> int:
+        """How many tokens of prompts a plan scores, before it runs."""
+        return scored_tokens(plan, self._slot_request, self._live)
 
     def tell_times(self, times: Sequence[tuple[int, float]]) -> None:
         """What settled steps took, (step, microseconds), by the clock of the rank that measures."""

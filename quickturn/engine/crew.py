@@ -37,6 +37,9 @@ _STUCK_S = 1.0
 
 _COLLECTIVES = ("gloo", "Gloo", "NCCL", "TCPStore", "Connection closed by peer", "Connection reset by peer")
 
+FOLLOWER = ("-m", "quickturn.engine.follower")
+"""What the interpreter of another rank runs."""
+
 WAITING = ""
 """The stage of a rank that waits for others."""
 
@@ -271,7 +274,7 @@ def _start(launch: RankLaunch) -> Member:
     steps, its_steps = socket.socketpair()
     with its_status, its_steps:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quickturn.engine.follower"],
+            [sys.executable, *FOLLOWER],
             stdin=its_status.fileno(),
             pass_fds=[its_steps.fileno()],
             env=with_short_spins(os.environ),

@@ -5,7 +5,7 @@ every rank the word for each step.
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,6 +71,9 @@ class Leader:
         self._next = [Draft() for _ in range(self._mesh.dp)]
         self._busy = [False] * self._mesh.dp
         self._owed: list[TokenOutput] = []
+        self._news: list[PromptScores] = []
+        self._told = 0
+        """How many of them go with outputs that `step` has given."""
         self._announce: Callable[[Admitted], None] = lambda _: None
         try:
             self._start(config, progress or (lambda _: None))
@@ -171,7 +174,8 @@ class Leader:
 
     def news(self) -> list[PromptScores]:
         """What clients must hear before the outputs of the last step."""
-        return self._core.news()
+        news, self._news, self._told = self._news, [], 0
+        return news
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
@@ -180,6 +184,9 @@ class Leader:
     def step(self) -> StepOutput:
         """One step of all ranks; returns what is new for the clients."""
         self._crew.check()
+        # Of the step before; not everybody asks for it.
+        del self._news[: self._told]
+        self._told = 0
         for request in self._waiting.decided():
             self.add(request)
         if not any(self._busy) and not any(map(bool, self._next)):
@@ -189,6 +196,7 @@ class Leader:
             return StepOutput(outputs)
         self._step(stats=False)
         outputs, self._owed = self._owed, []
+        self._told = len(self._news)
         return StepOutput(outputs)
 
     def stats(self) -> EngineStats:
@@ -229,21 +237,22 @@ class Leader:
             for group in range(1, self._mesh.dp):
                 reports.append(self._hear(group))
             several = self._mesh.dp > 1
-            go = Go(
-                [report.digest for report in reports],
-                [report.tokens for report in reports] if several else [],
-                [report.samples for report in reports] if several else [],
-            )
+            go = together(reports) if several else Go([report.digest for report in reports])
             word = pack(go)
             for link in self._links.values():
                 link.send(word)
             outputs = self._ranked.run(go)
+        self._news += self._core.news()
         for group, report in enumerate(reports):
             self._next[group].times += report.times
             self._next[group].stops += report.stops
             self._busy[group] = report.busy
             if report.admitted:
                 self._announce(Admitted(report.admitted))
+            for news in report.news:
+                scores = decode_from_engine(news)
+                assert isinstance(scores, PromptScores)
+                self._news.append(scores)
             if group and report.outputs:
                 said = decode_from_engine(report.outputs)
                 assert isinstance(said, StepOutput)
@@ -274,6 +283,18 @@ class Leader:
         for link in self._links.values():
             link.send(pack(Agree(value)))
         return value
+
+
+def together(reports: Sequence[Report]) -> Go:
+    """The word for a step, from what every group plans."""
+    tokens = [report.tokens for report in reports]
+    return Go(
+        [report.digest for report in reports],
+        tokens,
+        [report.samples for report in reports],
+        [report.scored for report in reports],
+        max(tokens) if all(report.decodes for report in reports) else 0,
+    )
 
 
 class Draft:

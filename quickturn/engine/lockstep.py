@@ -45,7 +45,10 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 class Report(msgspec.Struct, frozen=True, tag=True):
     """A group's plan for this step, and what it has to say of those before: outputs (an encoded
     `StepOutput`), what steps took, requests that have to end, whether it has more to do, its counters,
-    requests that have a place now.
+    requests that have a place now, scores of prompts (encoded, to be told before the outputs).
+
+    Of the plan: tokens, sampled rows, tokens of prompts that are scored, and whether it is of nothing but
+    decode rows.
     """
 
     tokens: int
@@ -57,16 +60,22 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     busy: bool = False
     stats: dict[str, float] = {}
     admitted: list[int] = []
+    scored: int = 0
+    decodes: bool = True
+    news: list[bytes] = []
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
-    """Run the step. Of each group of requests: tokens and sampled rows (empty where there is one group), and
-    the digest of all that its ranks planned and sampled so far.
+    """Run the step. Of each group of requests: tokens, sampled rows and scored tokens (empty where there is
+    one group), and the digest of all that its ranks planned and sampled so far. `decode_rows`: the most of
+    any group if all run such rows alone, or nothing; else 0.
     """
 
     digests: list[int]
     tokens: list[int] = []
     samples: list[int] = []
+    scored: list[int] = []
+    decode_rows: int = 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from quickturn.engine.messages import (
     AddRequest,
     CancelRequest,
     HoldSession,
+    PromptScores,
     StepOutput,
     TokenOutput,
     decode_to_engine,
@@ -39,6 +40,7 @@ class RankedCore:
         self._steps = 0
         self._plan: control.StepPlan | None = None
         self._new: list[TokenOutput] = []
+        self._news: list[PromptScores] = []
         self._admitted: list[int] = []
         if seat.rank:
             core.announce(lambda admitted: self._admitted.extend(admitted.ids))
@@ -65,9 +67,12 @@ class RankedCore:
         times, core.times = core.times, []
         stops, core.too_slow = core.too_slow, []
         admitted, self._admitted = self._admitted, []
+        news, self._news = self._news, []
+        plan = self._plan
+        scored = core.scored_tokens(plan) if plan is not None and self.seat.mesh.dp > 1 else 0
         return Report(
-            0 if self._plan is None else self._plan.num_tokens,
-            0 if self._plan is None else self._plan.num_samples,
+            0 if plan is None else plan.num_tokens,
+            0 if plan is None else plan.num_samples,
             core.digest,
             encode(StepOutput(outputs)) if outputs else b"",
             times,
@@ -75,6 +80,9 @@ class RankedCore:
             core.has_work(),
             core.stats().values if batch.stats else {},
             admitted,
+            scored,
+            not scored and (plan is None or plan.num_decode_rows == plan.num_samples == plan.num_tokens),
+            [encode(each) for each in news],
         )
 
     def run(self, go: Go) -> list[TokenOutput]:
@@ -91,7 +99,10 @@ class RankedCore:
         groups = None
         if any(go.tokens):
             groups = GroupCounts(
-                tuple(max(1, count) for count in go.tokens), tuple(max(1, count) for count in go.samples)
+                tuple(max(1, count) for count in go.tokens),
+                tuple(max(1, count) for count in go.samples),
+                tuple(go.scored),
+                go.decode_rows,
             )
         try:
             outputs = self.core.run(self._plan, groups)
@@ -100,8 +111,8 @@ class RankedCore:
                 raise RankMissing(missing) from error
             raise
         if self.seat.rank:
-            # The first rank tells all there is to tell of prompts.
-            self.core.news()
+            # The first rank of a group tells of its prompts.
+            self._news = self.core.news()
         self._plan = None
         self._new = outputs
         return outputs

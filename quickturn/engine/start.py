@@ -18,6 +18,7 @@ from quickturn.loading.load import LoadedInfo, load_model
 from quickturn.models.base import Architecture
 from quickturn.parallel.shards import Place
 
+GRAPH_DEVICES = ("cuda",)
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -93,7 +94,8 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             cache_scales=info.cache_scales,
         )
     why = _no_graphs(runner, seat) if config.graphs else "not wanted"
-    if device.type == "cuda" and not why:
+    records = device.type in GRAPH_DEVICES
+    if records and not why:
         with room_for(
             f"graphs of decode steps of up to {config.max_requests} rows",
             f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
@@ -101,6 +103,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             runner.capture_graphs(
                 config.max_step_tokens,
                 lambda done, total: progress(LoadProgress("recording graphs", done, total)),
+                seat.mesh.dp,
             )
     ready = EngineReady(
         max_context=max_context,
@@ -114,7 +117,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             "dtype": str(info.dtype).removeprefix("torch."),
             "device": str(device),
             **_rank_facts(seat, device),
-            **({"graphs": f"none: {why}"} if device.type == "cuda" and why else {}),
+            **({"graphs": f"none: {why}"} if records and why else {}),
             "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
             "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
             **_state_facts(layout),
@@ -155,12 +158,9 @@ def scheduler_config(
 
 def _no_graphs(runner: Runner, seat: Seat) -> str:
     """Why no step can be recorded as a graph; all ranks call this at once."""
-    if seat.mesh.dp > 1:
-        # How many tokens the others have changes from step to step.
-        return "groups of ranks have requests of their own"
     if seat.mesh.world > 1:
-        copies = seat.collectives.copies
-        runner.help_out(GroupCounts((1,), (1,)))
+        copies, one_row = seat.collectives.copies, (1,) * seat.mesh.dp
+        runner.help_out(GroupCounts(one_row, one_row))
         if seat.collectives.copies > copies:
             return "ranks that share a GPU exchange tensors by way of the host"
     return ""

@@ -57,11 +57,14 @@ class StepRows:
 @dataclass(frozen=True)
 class GroupCounts:
     """Tokens and sampled rows of every group of ranks that has requests of its own, in one step, all above
-    0.
+    0; tokens of prompts that are scored. `decode_rows`: the most of any group if none runs anything but
+    decode rows, else 0.
     """
 
     tokens: tuple[int, ...]
     samples: tuple[int, ...]
+    scored: tuple[int, ...] = ()
+    decode_rows: int = 0
 
 
 def decode_arrays(rows: StepRows, size: int, padding_slot: int) -> list[NDArray[np.integer]]:

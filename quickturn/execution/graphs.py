@@ -12,6 +12,7 @@ kernel by kernel, such a step spends more time on the host than on the device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,15 +46,20 @@ def buckets(max_requests: int) -> list[int]:
 class StepGraphs:
     """The recorded steps of one runner."""
 
-    def __init__(self, model: Model, batch: DeviceBatch, device: torch.device, max_step_tokens: int) -> None:
-        """Nothing is recorded until `capture`."""
+    def __init__(
+        self, model: Model, batch: DeviceBatch, device: torch.device, max_step_tokens: int, groups: int = 1
+    ) -> None:
+        """Nothing is recorded until `capture`. `groups`: of ranks, with requests of their own: they replay
+        decode steps of one size together, and nothing else.
+        """
+        self._groups = groups
         self._model = model
         self._batch = batch
         self._device = device
         self._decode: dict[int, RecordedStep] = {}
         self._bucket_of: list[int] = []
         self._prompts: dict[int, RecordedStep] = {}
-        self._prompt_sizes = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
+        self._prompt_sizes = [size for size in PROMPT_TOKENS if size <= max_step_tokens and groups == 1]
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:
@@ -77,15 +83,16 @@ class StepGraphs:
             next(size for size in sizes if size >= count) for count in range(1, batch.max_requests + 1)
         ]
 
-    def replay(self, rows: StepRows) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def replay(self, rows: StepRows, least: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits (float32 [R, vocab]) and greedy tokens (int64 [R], appended already) of a step of sampled
-        decode rows, or of the end of one short prompt; None if the step is of neither kind.
+        decode rows, filled up to at least `least`, or of the end of one short prompt; None if the step is of
+        neither kind.
 
         Both are overwritten by the next replay of the same bucket.
         """
         count = len(rows.slots)
         if rows.decodes_only():
-            size = self._bucket_of[count - 1]
+            size = self._bucket_of[max(count, least) - 1]
             recorded = self._decode[size]
             recorded.replay(decode_arrays(rows, size, self._batch.padding_slot))
         elif count == 1 and rows.samples[0] and rows.query_lens[0] <= max(self._prompt_sizes, default=0):
@@ -97,7 +104,11 @@ class StepGraphs:
         return recorded.logits[:count], recorded.tokens[:count]
 
     def _decode_step(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._model.forward(self._batch.decode_batch(inputs, self._batch.max_context))
+        batch = self._batch.decode_batch(inputs, self._batch.max_context)
+        if self._groups > 1:
+            counts = (len(inputs[0]),) * self._groups
+            batch = replace(batch, dp_tokens=counts, dp_samples=counts)
+        logits = self._model.forward(batch)
         tokens = greedy(logits)
         self._batch.append_decoded(inputs[0], inputs[1], tokens)
         return logits, tokens

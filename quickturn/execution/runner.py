@@ -3,6 +3,7 @@
 `launch` never waits for the device; `PendingStep.wait` does. On a CPU the work is done when `launch` returns.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,9 @@ from quickturn.cache.layout import ArenaLayout
 from quickturn.execution.batch import DeviceBatch, GroupCounts, StepRows
 from quickturn.execution.graphs import StepGraphs
 from quickturn.execution.sampler import RowLogprobs, SampledRows, Sampler
-from quickturn.execution.scoring import PromptScorer, ScoredChunk, Scoring
+from quickturn.execution.scoring import PromptScorer, ScoredChunk, Scoring, slices_together
 from quickturn.execution.wipe import Wiper
+from quickturn.layers.forward import ForwardBatch
 from quickturn.models.base import Model
 from quickturn.sampling_params import SamplingParams
 
@@ -103,11 +105,13 @@ class Runner:
         self.steps: Counter[str] = Counter()
         """Steps by the path that they took: decode_graph, prompt_graph, kernels, scored."""
 
-    def capture_graphs(self, max_step_tokens: int, progress: Callable[[int, int], None]) -> None:
-        """Record the steps worth it, of at most `max_step_tokens` tokens; `progress(done, total)`. Needs a
-        CUDA device.
+    def capture_graphs(
+        self, max_step_tokens: int, progress: Callable[[int, int], None], groups: int = 1
+    ) -> None:
+        """Record the steps worth it, of at most `max_step_tokens` tokens; `progress(done, total)`. `groups`
+        of ranks with requests of their own do so together. Needs a CUDA device.
         """
-        self._graphs = StepGraphs(self._model, self._batch, self._device, max_step_tokens)
+        self._graphs = StepGraphs(self._model, self._batch, self._device, max_step_tokens, groups)
         self._graphs.capture(progress)
 
     def admit(
@@ -142,7 +146,7 @@ class Runner:
             self._wiper.wipe(group, update.blocks)
             self._batch.update_tables(group, update.slots, update.indexes, update.blocks)
         scoring = self._scorer.begin(rows, self._batch.token_ids)
-        replayed = self._graphs.replay(rows) if self._graphs is not None and scoring is None else None
+        replayed = self._replay(rows, groups) if scoring is None else None
         self.steps[_path(rows, replayed is not None, scoring is not None)] += 1
         logits = replayed[0] if replayed is not None else self._forward(rows, groups, scoring)
         mask = None if masks is None else masks()
@@ -161,19 +165,42 @@ class Runner:
 
     @torch.inference_mode()
     def help_out(self, groups: GroupCounts) -> None:
-        """Take part in a step in which this rank's group has nothing to run, by a row of padding."""
-        batch = self._batch.padding_batch()
-        self._model.forward(replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples))
+        """Take part in a step in which this rank's group has nothing to run, by rows of padding."""
+        if self._replay(self._batch.no_rows(), groups) is None:
+            self._forward_together(self._batch.padding_batch(), groups, None)
+
+    def _replay(self, rows: StepRows, groups: GroupCounts | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self._graphs is None or (groups is not None and not groups.decode_rows):
+            return None
+        return self._graphs.replay(rows, 0 if groups is None else groups.decode_rows)
 
     def _forward(self, rows: StepRows, groups: GroupCounts | None, scoring: Scoring | None) -> torch.Tensor:
-        if scoring is not None:
-            batch = self._batch.forward_batch(rows)
-            return self._model.forward_scored(batch, scoring.slices, scoring.take)
-        if groups is None:
-            return self._model.forward(self._batch.forward_batch(rows))
-        # Every group has logits, so that all ranks go the same way through the model.
-        batch = self._batch.forward_batch(rows, samples=True)
-        return self._model.forward(replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples))
+        if groups is not None:
+            # Every group has logits, so that all ranks go the same way through the model.
+            return self._forward_together(self._batch.forward_batch(rows, samples=True), groups, scoring)
+        batch = self._batch.forward_batch(rows)
+        if scoring is None:
+            return self._model.forward(batch)
+        return self._model.forward_scored(batch, scoring.slices, scoring.take)
+
+    def _forward_together(
+        self, batch: ForwardBatch, groups: GroupCounts, scoring: Scoring | None
+    ) -> torch.Tensor:
+        batch = replace(batch, dp_tokens=groups.tokens, dp_samples=groups.samples)
+        if not any(groups.scored):
+            return self._model.forward(batch)
+        together = slices_together(groups.scored, self._scorer.slice_rows)
+        own = [] if scoring is None else list(scoring.slices)
+        # Where others have more slices than this rank, it helps with any row, and forgets what comes.
+        helping = torch.zeros(1, dtype=torch.int64, device=self._device)
+        slices = own + [helping] * (len(together) - len(own))
+        taken = itertools.count()
+
+        def take(logits: torch.Tensor) -> None:
+            if scoring is not None and next(taken) < len(own):
+                scoring.take(logits)
+
+        return self._model.forward_scored(replace(batch, dp_slices=together), slices, take)
 
     def _sample(self, logits: torch.Tensor, rows: StepRows, mask: torch.Tensor | None) -> SampledRows:
         """Choose the tokens of the rows that sample, and append them."""

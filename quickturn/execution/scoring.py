@@ -47,7 +47,7 @@ class PromptScorer:
     def __init__(self, max_requests: int, vocab_size: int, device: torch.device) -> None:
         """Tables on the host for `max_requests` slots."""
         self._device = device
-        self._slice = max(1, SLICE_BYTES // (4 * vocab_size))
+        self.slice_rows = max(1, SLICE_BYTES // (4 * vocab_size))
         self._top = np.full(max_requests, _NOT_ASKED, dtype=np.int32)
         self._prompt = np.zeros(max_requests, dtype=np.int32)
         self._any = False
@@ -80,7 +80,15 @@ class PromptScorer:
                 slots.tolist(), starts.tolist(), counts.tolist(), self._top[slots].tolist(), strict=True
             )
         ]
-        return Scoring(parts, torch.split(at[0], self._slice), token_ids[at[1], at[2]])
+        return Scoring(parts, torch.split(at[0], self.slice_rows), token_ids[at[1], at[2]])
+
+
+def slices_together(scored: Sequence[int], rows: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of every group of ranks in each slice of at most `rows`, where they score so many tokens. A group
+    that has no more, or none, has one, of which nothing is read.
+    """
+    most = -(-max(scored) // rows)
+    return tuple(tuple(max(1, min(rows, count - at * rows)) for count in scored) for at in range(most))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class ForwardBatch:
     `block_id * block_tokens + offset`, -1 for tokens that are padding. max_query_len, max_context_len: host
     bounds. sample_rows: int64 [S], token indexes whose logits are wanted, or None for all. caches: one for
     each decoder layer. states: one for each state group. dp_tokens, dp_samples: T and S of every group of
-    ranks that has requests of its own, in their order; empty where there is one group.
+    ranks that has requests of its own, in their order; empty where there is one group. dp_slices: of each
+    slice of scored tokens how many rows every group has.
     """
 
     token_ids: torch.Tensor
@@ -79,6 +80,7 @@ class ForwardBatch:
     states: tuple[StateRows, ...] = ()
     dp_tokens: tuple[int, ...] = ()
     dp_samples: tuple[int, ...] = ()
+    dp_slices: tuple[tuple[int, ...], ...] = ()
 
     def keys_and_values(self, layer: int) -> LayerCache:
         """The cache of an attention layer."""

@@ -195,8 +195,8 @@ class Model:
         self, batch: ForwardBatch, slices: Sequence[torch.Tensor], take: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """As `forward`; besides, the logits of each of `slices` (int64 indexes of the batch's tokens) are
-        given to `take`, one slice after the other, so that there is never more than one. On several ranks
-        there must be one group of requests.
+        given to `take`, one slice after the other, so that there is never more than one. Where
+        groups of ranks have requests of their own, all have as many slices (see `batch.dp_slices`).
         """
         if self._ranks is not None:
             programs = self._ranks.programs

@@ -64,19 +64,19 @@ def run(
     of the group's sampled tokens, on each of its ranks.
 
     Before that, `take` gets the logits of each of `slices`, indexes of tokens; where there are several groups
-    of requests, there must be none.
+    of requests, all have the same number of them, and `batch.dp_slices` says how long.
     """
     ids = batch.token_ids
     own = batch.dp_tokens or (ids.shape[0],)
-    assert not slices or len(own) == 1
     program = programs[which.choose(max(own))]
     flow = Flow(ids, ids, batch, Rows(which.mesh, own))
     if any(own):
         for action in program.body:
             action(flow)
-    for rows in slices:
+    for rows, counts in zip(slices, batch.dp_slices or [()] * len(slices), strict=True):
         assert take is not None
-        take(_logits(program, replace(flow, batch=replace(batch, sample_rows=rows)), vocab))
+        taken = replace(batch, sample_rows=rows, dp_samples=counts)
+        take(_logits(program, replace(flow, batch=taken), vocab))
     return _logits(program, flow, vocab)
 
 

@@ -1,51 +1,21 @@
 """Steps as graphs replay them, run eagerly: padding, buckets and what lies behind the end of a prompt."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from driving import Checkpoints, Driver, assert_greedy, random_prompts
-from numpy.typing import NDArray
+from recorded import Eager, record_eagerly
 
 from quickturn.execution import graphs
-from quickturn.execution.recording import Forward
 
 SIZES = (4, 8, 24)
 FAMILIES = ["qwen3", "qwen2-window", "gemma3", "qwen3-next", "qwen3.5-moe", "gpt-oss"]
 
 
-@dataclass
-class Eager:
-    """Takes a recorded step's place: runs it anew at every replay."""
-
-    forward: Forward
-    logits: torch.Tensor
-    tokens: torch.Tensor
-    replays: int = 0
-
-    def replay(self, arrays: Sequence[NDArray[np.integer]]) -> None:
-        inputs = tuple(torch.from_numpy(np.array(array)).to(self.logits.device) for array in arrays)
-        self.logits, self.tokens = self.forward(inputs)
-        self.replays += 1
-
-
-def eagerly(
-    forward: Forward, arrays: Sequence[NDArray[np.integer]], device: torch.device, pool: Any
-) -> Eager:
-    step = Eager(forward, torch.empty(0, device=device), torch.empty(0))
-    step.replay(arrays)
-    return step
-
-
 def driver_with_graphs(
     checkpoints: Checkpoints, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Driver, dict[int, Eager]]:
-    monkeypatch.setattr(graphs, "record", eagerly)
+    record_eagerly(monkeypatch)
     monkeypatch.setattr(graphs, "PROMPT_TOKENS", SIZES)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     driver = checkpoints(family).driver(graphs=False, memory=32 << 20)
     runner = driver.core._runner
     runner.capture_graphs(64, lambda done, total: None)

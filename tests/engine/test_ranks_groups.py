@@ -42,12 +42,6 @@ def test_groups_have_requests_of_their_own(
     assert not groups.has_work()
 
 
-def test_prompts_are_not_scored(groups: Leader) -> None:
-    """Groups would run the last layers a different number of times."""
-    driver = driver_of(groups)
-    assert "--dp" in driver.run([3, 4, 5], max_tokens=4, prompt_logprobs=0).error
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_group_alone_is_helped_by_the_other(
     groups: Leader, checkpoint: Checkpoint, rng: np.random.Generator, first: int
