@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quickturn.bench.machine import processor
 from quickturn.config import EngineConfig
-from quickturn.engine.core import EngineCore
+from quickturn.engine.llm import open_core
 from quickturn.engine.messages import AddRequest, CancelRequest
 from quickturn.sampling_params import SamplingParams
 
@@ -75,8 +75,8 @@ class OfflineBench:
     """One engine and the measurements on it."""
 
     def __init__(self, config: EngineConfig, seed: int = 0) -> None:
-        """Start the engine; `seed` draws the prompts."""
-        self.core = EngineCore(config)
+        """Start the engine, with all of its ranks; `seed` draws the prompts."""
+        self.core = open_core(config)
         self._rng = np.random.default_rng(seed)
         self._next_id = 0
 

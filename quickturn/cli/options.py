@@ -101,6 +101,12 @@ MoeTp = Annotated[
     int | None, typer.Option("--moe-tp", help="Ranks that share out the features of an expert.", min=1)
 ]
 Ep = Annotated[int | None, typer.Option("--ep", help="Ranks that share out the experts.", min=1)]
+RanksPerGpu = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-gpu", help="Ranks that share a GPU, to try several where there are too few.", min=1
+    ),
+]
 RankTimeout = Annotated[
     float, typer.Option("--rank-timeout", help="Seconds after which a rank that hangs ends all.", min=1)
 ]

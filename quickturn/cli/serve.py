@@ -61,6 +61,7 @@ def serve(
     dense_tp: options.DenseTp = None,
     moe_tp: options.MoeTp = None,
     ep: options.Ep = None,
+    ranks_per_gpu: options.RanksPerGpu = 1,
     rank_timeout: options.RankTimeout = 300.0,
     tool_call_parser: Annotated[
         str, typer.Option(help="How the model writes tool calls; auto goes by its chat template.")
@@ -97,6 +98,7 @@ def serve(
         dense_tp=dense_tp,
         moe_tp=moe_tp,
         ep=ep,
+        ranks_per_gpu=ranks_per_gpu,
         rank_timeout=rank_timeout,
         served_model_name=served_model_name,
     )

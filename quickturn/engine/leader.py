@@ -70,6 +70,8 @@ class Leader:
         self._links = {member.rank: member.steps for member in self._crew.members}
         self._next = [Draft() for _ in range(self._mesh.dp)]
         self._busy = [False] * self._mesh.dp
+        self._ran = [(0, 0, 0)] * self._mesh.dp
+        """Rows, decode rows and tokens of each group's last step."""
         self._owed: list[TokenOutput] = []
         self._news: list[PromptScores] = []
         self._told = 0
@@ -104,8 +106,12 @@ class Leader:
 
     @property
     def last_step(self) -> LastStep:
-        """The last step of this rank's group."""
-        return self._core.last_step
+        """The last step, of all groups together; the seconds are this rank's."""
+        own = self._core.last_step
+        if self._mesh.dp == 1:
+            return own
+        rows, decode_rows, tokens = (sum(each) for each in zip(*self._ran, strict=True))
+        return LastStep(rows, decode_rows, tokens, own.seconds)
 
     @property
     def alarm(self) -> int:
@@ -211,8 +217,10 @@ class Leader:
         return EngineStats(together)
 
     def step_bytes(self, rows: int, context: int) -> int:
-        """The least bytes that a decode step moves on this rank."""
-        return self._core.step_bytes(rows, context)
+        """The least bytes that a decode step of so many rows, shared out among the groups, moves on this
+        rank.
+        """
+        return self._core.step_bytes(-(-rows // self._mesh.dp), context)
 
     def close(self) -> None:
         """Send the ranks away and wait until they are gone."""
@@ -243,6 +251,7 @@ class Leader:
                 link.send(word)
             outputs = self._ranked.run(go)
         self._news += self._core.news()
+        self._ran = [(report.rows, report.decode_rows, report.tokens) for report in reports]
         for group, report in enumerate(reports):
             self._next[group].times += report.times
             self._next[group].stops += report.stops

@@ -47,8 +47,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     `StepOutput`), what steps took, requests that have to end, whether it has more to do, its counters,
     requests that have a place now, scores of prompts (encoded, to be told before the outputs).
 
-    Of the plan: tokens, sampled rows, tokens of prompts that are scored, and whether it is of nothing but
-    decode rows.
+    Of the plan: tokens, sampled rows, tokens of prompts that are scored, rows, and decode rows of those.
     """
 
     tokens: int
@@ -61,8 +60,14 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     stats: dict[str, float] = {}
     admitted: list[int] = []
     scored: int = 0
-    decodes: bool = True
+    rows: int = 0
+    decode_rows: int = 0
     news: list[bytes] = []
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the plan is of nothing but decode rows that are sampled from, or of nothing."""
+        return not self.scored and self.decode_rows == self.samples == self.tokens
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):

@@ -81,7 +81,8 @@ class RankedCore:
             core.stats().values if batch.stats else {},
             admitted,
             scored,
-            not scored and (plan is None or plan.num_decode_rows == plan.num_samples == plan.num_tokens),
+            0 if plan is None else plan.num_rows,
+            0 if plan is None else plan.num_decode_rows,
             [encode(each) for each in news],
         )
 

@@ -108,8 +108,11 @@ def test_slices_of_all_groups(scored: tuple[int, ...], slices: list[tuple[int, .
 
 
 def test_only_decode_rows_everywhere_are_replayed() -> None:
-    idle, decodes = Report(0, 0, 1), Report(3, 3, 2)
+    idle, decodes = Report(0, 0, 1), Report(3, 3, 2, rows=3, decode_rows=3)
     assert together([idle, decodes]).decode_rows == 3
-    assert together([decodes, Report(9, 1, 3, decodes=False)]).decode_rows == 0
-    assert together([decodes, Report(9, 1, 3, scored=8, decodes=False)]).scored == [0, 8]
+    assert together([decodes, Report(9, 1, 3, rows=1)]).decode_rows == 0
+    assert together([decodes, Report(3, 2, 3, rows=3, decode_rows=3)]).decode_rows == 0
+    assert together([decodes, Report(4, 4, 3, rows=4, decode_rows=3)]).decode_rows == 0
+    scoring = together([decodes, Report(1, 1, 3, rows=1, decode_rows=1, scored=1)])
+    assert (scoring.decode_rows, scoring.scored) == (0, [0, 1])
     assert together([idle, idle]).decode_rows == 0
