@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
-from quickturn_kernels import platform
+from quickturn_kernels import assembler, platform
 
 INTERPRETED = platform.interpreting()
 """Fixed when the first Triton module is imported, as Triton itself fixes it. Kernels then get float32
 operands for `tl.dot`: the interpreter multiplies bfloat16 wrongly.
 """
+
+if not INTERPRETED:
+    assembler.replace_broken()
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -85,6 +85,7 @@ def report(name: str, compiled: Any) -> None:
         "warps": compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
         **usage,
+        "stack_pointer_misused": stack_pointer_misused(compiled.asm["cubin"]),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "cp_async": ptx.count("cp.async.c"),
@@ -104,18 +105,28 @@ def count(words: Sequence[str]) -> dict[str, int]:
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
     """Registers a thread and bytes of stack (spills), from the ELF; empty when cuobjdump isn't there."""
-    folder = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
-    tool = os.path.join(folder, "cuobjdump")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", inspected(cubin, "cuobjdump", "-res-usage"))
+    return {"registers": int(found[1]), "stack": int(found[2])} if found else {}
+
+
+def stack_pointer_misused(cubin: bytes) -> int:
+    """Instructions that take R1 for anything but the stack: the assembler's mistake of
+    `quickturn_kernels.assembler`.
+    """
+    allowed = re.compile(r"LDC R1, c\[0x0\]|I?ADD3? R1, R1, -?0x|\[R1(\+-?0x[0-9a-f]+)?\]")
+    lines = inspected(cubin, "nvdisasm", "-c").splitlines()
+    return sum(re.search(r"\bR1\b", line) is not None and not allowed.search(line) for line in lines)
+
+
+def inspected(cubin: bytes, name: str, option: str) -> str:
+    """What one of Triton's tools prints about a kernel; nothing when it isn't there."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
     if not os.path.exists(tool):
-        return {}
+        return ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2])} if found else {}
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=False).stdout
 
 
 def attention(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, **options: Any) -> None:

@@ -78,6 +78,7 @@ def test_kernels_fit_a_hopper(plan: str, kernels: set[str]) -> None:
     assert {one["kernel"] for one in found} == kernels
     for one in found:
         assert one["shared"] <= SHARED_LIMIT, one
+        assert one["stack_pointer_misused"] == 0, one
         # Some spilling of 255 registers is no harm; a kernel that lives in local memory is.
         assert one.get("stack", 0) <= 256, one
         long_half_precision = "prefill" in one["case"] and "float32" not in one["case"]

@@ -27,7 +27,7 @@ ROW_UNIT = 16
 """Many rows are padded to a multiple of it, as the library's product wants."""
 
 SCALED_COLUMNS = 4 * BLOCK
-"""cuBLAS wants rows of block scales 16 bytes apart; torch 2.11 refuses any whose stride isn't their length."""
+"""cuBLAS wants rows of block scales 16 bytes apart; torch 2.11 takes them only without gaps."""
 
 
 def prepare(weight: LinearWeight) -> LinearWeight:

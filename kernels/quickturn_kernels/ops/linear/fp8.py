@@ -81,8 +81,8 @@ def dequantize(weight: Tensor, scale: Tensor, out: Tensor) -> None:
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    # Divided by a tensor: by a number torch multiplies with its reciprocal on CUDA, and a scale that is off by
-    # its last bit moves the many 16-bit values that lie right between two e4m3 ones.
+    # Divided by a tensor: for a number torch multiplies with its reciprocal on CUDA, and a scale that is off
+    # by its last bit moves the many 16-bit values that lie right between two e4m3 ones.
     return largest.clamp_min(_SMALLEST) / largest.new_full((), FP8_MAX)
 
 
