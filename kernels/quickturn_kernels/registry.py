@@ -38,6 +38,7 @@ FAMILIES = (
     "linear",
     "fp8_linear",
     "gated_linear",
+    "norm_linear",
     "activation",
     "rotary",
     "attention",

@@ -16,6 +16,7 @@ from quickturn_kernels.numerics.dense import dense_cases
 from quickturn_kernels.numerics.fp8 import fp8_cases
 from quickturn_kernels.numerics.linear_attention import linear_attention_cases
 from quickturn_kernels.numerics.moe import moe_cases
+from quickturn_kernels.numerics.norm_linear import norm_linear_cases
 from quickturn_kernels.numerics.rotary import rotary_cases
 from quickturn_kernels.numerics.sampling import sampling_cases
 
@@ -26,6 +27,7 @@ def cases() -> tuple[Case, ...]:
     """Every case of every op."""
     return (
         *dense_cases(),
+        *norm_linear_cases(),
         *fp8_cases(),
         *rotary_cases(),
         *attention_cases(),

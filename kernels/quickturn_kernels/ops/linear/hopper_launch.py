@@ -41,7 +41,9 @@ class Plan:
     early: bool = True
 
 
-class _Plan(ctypes.Structure):
+class PlanStructure(ctypes.Structure):
+    """`LinearPlan` of few_rows_launch.cuh."""
+
     _fields_ = [
         (name, ctypes.c_int) for name in ("tile_rows", "split", "blocks", "stages", "trigger", "early")
     ]
@@ -85,7 +87,7 @@ def launch(
         columns,
         gated,
         out.dtype == torch.float32,
-        ctypes.byref(_structure(plan)),
+        ctypes.byref(structure(plan)),
         torch.cuda.current_stream(device).cuda_stream,
     )
     if code != 0:
@@ -125,7 +127,7 @@ def geometry(weight_rows: int, columns: int) -> tuple[int, int, int]:
 
 
 def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
-    """Bytes of dynamic shared memory that the kernel will ask for (as computed in linear.cu)."""
+    """Bytes of dynamic shared memory that the kernel will ask for (as computed in few_rows_launch.cuh)."""
     padded = next(n for n in (8, 16, 32, 64) if rows <= n)
     slices = 2 if plan.tile_rows <= 64 else 1
     ring = plan.stages * slices * (plan.tile_rows + padded) * 128
@@ -137,8 +139,9 @@ def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
 
 
 @cache
-def _structure(plan: Plan) -> _Plan:
-    return _Plan(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.early)
+def structure(plan: Plan) -> PlanStructure:
+    """The plan as the C functions take it."""
+    return PlanStructure(plan.tile_rows, plan.split, plan.blocks, plan.stages, plan.trigger, plan.early)
 
 
 @cache
@@ -150,7 +153,7 @@ def _function(device: torch.device) -> "ctypes._FuncPointer":
         ctypes.c_longlong,
         *[pointer] * 3,
         *[whole] * 5,
-        ctypes.POINTER(_Plan),
+        ctypes.POINTER(PlanStructure),
         pointer,
     ]
     function.restype = whole
