@@ -1,11 +1,15 @@
-"""Triton kernels are interpreted where there is no GPU; random cases draw one seed a session and print it."""
+"""Triton kernels are interpreted where there is no GPU; random cases draw one seed a session and print it. A
+test that loses the GPU fails, those behind it in its process are skipped and name it.
+"""
 
 import random
+from collections.abc import Generator
 
 import pytest
 import torch
 
 from quickturn_kernels import platform, registry
+from quickturn_kernels.numerics.loss import LossWatch
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -20,6 +24,14 @@ if INTERPRETED:
         platform.describe(DEVICE)
 
 
+def _synchronise() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+LOSS = LossWatch(_synchronise)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel-seed", type=int, help="seed of the random kernel tests (default: a new one)")
 
@@ -27,6 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--kernel-seed") is None:
         config.option.kernel_seed = random.SystemRandom().randrange(2**31)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    # Before the fixtures, which may want the device.
+    if LOSS.culprit is not None:
+        pytest.skip(f"the device was lost in {LOSS.culprit}")
+    with LOSS.during(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with LOSS.during(item.nodeid):
+        return (yield)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
