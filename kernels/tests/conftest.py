@@ -3,7 +3,7 @@ test that loses the GPU fails, those behind it in its process are skipped and na
 """
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from quickturn_kernels import platform, registry
 from quickturn_kernels.numerics.loss import LossWatch
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+KEPT_MEMORY = 1 << 30
+"""Bytes that PyTorch's allocator may keep from test to test."""
 
 INTERPRETED = DEVICE.type == "cpu" and platform.has_triton()
 
@@ -70,6 +73,14 @@ def seed(pytestconfig: pytest.Config) -> int:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def large_memory_is_given_back() -> Iterator[None]:
+    """Some tests want gigabytes of a device that other test processes use as well."""
+    yield
+    if LOSS.culprit is None and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT_MEMORY:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
