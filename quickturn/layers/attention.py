@@ -44,6 +44,9 @@ class Attention:
         and values.
         """
         q, k, v = self.split(qkv)
+        if batch.prefill is None and self.sinks is None and not self.softcap:
+            gate = qkv[:, -q.shape[1] * q.shape[2] :] if self.gated else None
+            return self._step(q, k, v, gate, batch).view(qkv.shape[0], -1)
         return self.gate(self._attend(q, k, v, batch).view(qkv.shape[0], -1), qkv)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,32 +65,43 @@ class Attention:
         """`out` `[T, Hq D]`, gated if this attention is."""
         return sigmoid_gate(out, qkv[:, -out.shape[1] :]) if self.gated else out
 
+    def _step(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """One new token a row. What is read but q, k, v and the gate was gathered or written several kernels
+        ago, ahead of the norm and the projection.
+        """
+        cache = batch.keys_and_values(self.layer)
+        return rotary_attention_decode(
+            q,
+            k,
+            v,
+            batch.positions,
+            self.cos_sin,
+            cache.k,
+            cache.v,
+            batch.slot_mapping[cache.group],
+            batch.block_tables[cache.group],
+            batch.context_lens,
+            self.scale,
+            q_weight=self.q_norm,
+            k_weight=self.k_norm,
+            eps=self.eps,
+            window=self.window,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            max_context_len=batch.max_context_len,
+            settled=True,
+            gate=gate,
+        )
+
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         cache = batch.keys_and_values(self.layer)
-        if batch.prefill is None and self.sinks is None and not self.softcap:
-            # What it reads but q, k and v was gathered or written several kernels ago, ahead of the norm and
-            # the projection.
-            return rotary_attention_decode(
-                q,
-                k,
-                v,
-                batch.positions,
-                self.cos_sin,
-                cache.k,
-                cache.v,
-                batch.slot_mapping[cache.group],
-                batch.block_tables[cache.group],
-                batch.context_lens,
-                self.scale,
-                q_weight=self.q_norm,
-                k_weight=self.k_norm,
-                eps=self.eps,
-                window=self.window,
-                k_scale=cache.k_scale,
-                v_scale=cache.v_scale,
-                max_context_len=batch.max_context_len,
-                settled=True,
-            )
         rotary_cache_write(
             q,
             k,

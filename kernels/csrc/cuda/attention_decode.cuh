@@ -54,22 +54,25 @@ __device__ __forceinline__ uint32_t tile_offset(int rows, int row, int column) {
                                (within ^ (within >> 3 & (kRowBytes<Cache> - 16))));
 }
 
-// Elements of q, k, v, the norms' weights and out are 16-bit floats of the model's type.
+// Elements of q, k, v, the norms' weights, the gate and out are 16-bit floats of the model's type.
 struct DecodeArguments {
   const bf16 *q, *k, *v;            // of this step; k and v only where it writes the cache
-  const bf16 *q_weight, *k_weight;  // null: no norm of heads
-  const float* cos_sin;
+  const void *q_weight, *k_weight;  // null: no norm of heads; float32 with `wide`
+  const bf16* gate;                 // [rows, heads * head_dim], or null
+  const float* cos_sin;             // [positions, rotated]
   void *k_cache, *v_cache;
   bf16* out;
   const int *tables, *lens;
   float *parts, *part_stats;  // [blocks * 2, group, head_dim], [blocks * 2, group, 2]
   int* arrived;               // [rows * kv_heads], zero before and after
   long long q_token_pitch, q_head_pitch, k_token_pitch, k_head_pitch, v_token_pitch, v_head_pitch;
-  long long cos_sin_pitch, table_pitch;
+  long long cos_sin_pitch, table_pitch, gate_pitch;
   long long k_block_pitch, k_row_pitch, v_block_pitch, v_row_pitch;
   float scale_log2, eps;
   float k_scale, v_scale;  // an e4m3 cache holds keys and values divided by these
   int rows, kv_heads, group, block_tokens, window, table_width, stages;
+  int rotated;  // dims of a head that turn: all, or the first ones, see `Head::rotate_first`
+  int wide;
 };
 
 // Which stored keys a row sees: [oldest, stored); `tiles` from `first_tile` on. A row has one tile at least,
@@ -318,18 +321,48 @@ struct Head {
     }
   }
 
-  // RMS norm, rounded to the model's type after each product.
-  __device__ __forceinline__ void norm(const bf16* weight, float eps) {
+  __device__ __forceinline__ float inverse_root(float eps) const {
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) squares += low[i] * low[i] + high[i] * high[i];
-    const float scale = rsqrtf(warp_sum(squares) / kDim + eps);
+    return rsqrtf(warp_sum(squares) / kDim + eps);
+  }
+
+  // RMS norm, rounded to the model's type after each product.
+  __device__ __forceinline__ void norm(const bf16* weight, float eps) {
+    const float scale = inverse_root(eps);
     Head by;
     by.load(weight);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       low[i] = rounded_to<Type>(rounded_to<Type>(low[i] * scale) * by.low[i]);
       high[i] = rounded_to<Type>(rounded_to<Type>(high[i] * scale) * by.high[i]);
+    }
+  }
+
+  // With a float32 weight, rounded once.
+  __device__ __forceinline__ void norm(const float* weight, float eps) {
+    const float scale = inverse_root(eps);
+    const int at = threadIdx.x % 32 * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      low[i] = rounded_to<Type>(low[i] * scale * __ldg(weight + at + i));
+      high[i] = rounded_to<Type>(high[i] * scale * __ldg(weight + kDim / 2 + at + i));
+    }
+  }
+
+  // The first `rotated` dims alone, at most half of them: dim i turns with dim i + rotated / 2, which another
+  // lane has. rotated / 2 is kEach times a power of two.
+  __device__ __forceinline__ void rotate_first(const float* cos_sin, int rotated) {
+    const int lane = threadIdx.x % 32, apart = rotated / 2 / kEach;
+    const bool second = lane >= apart;
+    const int at = (lane - (second ? apart : 0)) * kEach;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const float other = __shfl_xor_sync(0xFFFFFFFFu, low[i], apart);
+      if (lane >= 2 * apart) continue;
+      const float cosine = cos_sin[at + i], sine = cos_sin[rotated / 2 + at + i];
+      low[i] = low[i] * cosine + (second ? other : -other) * sine;
     }
   }
 

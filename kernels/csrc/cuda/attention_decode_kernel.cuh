@@ -114,6 +114,23 @@ __device__ void request_keys(const DecodeArguments& args, const TensorMap* k_map
   }
 }
 
+// Norm and rotary of a head of q or k.
+template <typename Cache>
+__device__ __forceinline__ void turn(const DecodeArguments& args,
+                                     Head<Cache::kDim, typename Cache::Type>& head, const void* weight,
+                                     const float* angles) {
+  if (weight != nullptr) {
+    if (args.wide)
+      head.norm(static_cast<const float*>(weight), args.eps);
+    else
+      head.norm(static_cast<const bf16*>(weight), args.eps);
+  }
+  if (args.rotated == Cache::kDim)
+    head.rotate(angles);
+  else
+    head.rotate_first(angles, args.rotated);
+}
+
 // The query heads of a segment into shared memory; with kFresh normed and rotated, and where the segment
 // holds the row's newest key also that and its value, here and in the cache.
 template <typename Cache, bool kFresh>
@@ -127,8 +144,7 @@ __device__ void prepare(const DecodeArguments& args, const Segment& segment, int
     head.load(args.q + segment.row * args.q_token_pitch +
               (segment.head * args.group + member) * args.q_head_pitch);
     if (kFresh && context > 0) {
-      if (args.q_weight != nullptr) head.norm(args.q_weight, args.eps);
-      head.rotate(angles);
+      turn<Cache>(args, head, args.q_weight, angles);
     }
     put_query<Cache>(head, query, member);
   }
@@ -139,8 +155,7 @@ __device__ void prepare(const DecodeArguments& args, const Segment& segment, int
   Head<kDim, typename Cache::Type> head;
   if (warp == kAll - 1) {
     head.load(args.k + segment.row * args.k_token_pitch + segment.head * args.k_head_pitch);
-    if (args.k_weight != nullptr) head.norm(args.k_weight, args.eps);
-    head.rotate(angles);
+    turn<Cache>(args, head, args.k_weight, angles);
     const long long to = block * args.k_block_pitch + offset * args.k_row_pitch + segment.head * kDim;
     put_fresh<Cache>(head, static_cast<unsigned char*>(args.k_cache) + to * Cache::kBytes, fresh,
                      args.k_scale);
@@ -171,11 +186,20 @@ __device__ __forceinline__ float4 scaled_sum(const float4& a, const float4& b, f
   return make_float4(a.x + b.x * by, a.y + b.y * by, a.z + b.z * by, a.w + b.w * by);
 }
 
+// `gate`: null, or of each of the four elements what opens it.
 template <typename Type>
-__device__ __forceinline__ void store_result(bf16* to, const float4& sum, float total) {
+__device__ __forceinline__ void store_result(bf16* to, const float4& sum, float total, const bf16* gate) {
   const float by = total > 0.f ? 1.f / total : 0.f;
+  float value[4] = {sum.x * by, sum.y * by, sum.z * by, sum.w * by};
+  if (gate != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float opening = 1.f / (1.f + __expf(-Type::widen(gate[i])));
+      value[i] = rounded_to<Type>(value[i]) * rounded_to<Type>(opening);
+    }
+  }
   *reinterpret_cast<uint2*>(to) =
-      make_uint2(Type::narrow2(sum.x * by, sum.y * by), Type::narrow2(sum.z * by, sum.w * by));
+      make_uint2(Type::narrow2(value[0], value[1]), Type::narrow2(value[2], value[3]));
 }
 
 template <typename Cache, bool kFresh>
@@ -275,6 +299,12 @@ __global__ void __launch_bounds__(kThreads<Cache>, 1)
     sync_computing<Cache>();
     bf16* out =
         args.out + (static_cast<long long>(segment.row) * args.kv_heads + segment.head) * group * kDim;
+    const bf16* gate = args.gate == nullptr ? nullptr
+                                            : args.gate + segment.row * args.gate_pitch +
+                                                  static_cast<long long>(segment.head) * group * kDim;
+    const auto store = [&](int i, const float4& sum, float total) {
+      store_result<typename Cache::Type>(out + i * 4, sum, total, gate == nullptr ? nullptr : gate + i * 4);
+    };
     const int slot = blockIdx.x * 2 + (at != piece_start);
     for (int i = threadIdx.x; i < vectors; i += kAllThreads) {
       const int member = i / (kDim / 4);
@@ -290,7 +320,7 @@ __global__ void __launch_bounds__(kThreads<Cache>, 1)
         sum = scaled_sum(sum, reinterpret_cast<const float4*>(sums)[w * vectors + i], by);
       }
       if (segment.whole()) {
-        store_result<typename Cache::Type>(out + i * 4, sum, total);
+        store(i, sum, total);
       } else {
         __stcg(reinterpret_cast<float4*>(args.parts) + static_cast<long long>(slot) * vectors + i, sum);
         if (i % (kDim / 4) == 0)
@@ -331,7 +361,7 @@ __global__ void __launch_bounds__(kThreads<Cache>, 1)
             total += one.y * by;
             sum = scaled_sum(sum, values, by);
           }
-          store_result<typename Cache::Type>(out + i * 4, sum, total);
+          store(i, sum, total);
         }
       }
     }

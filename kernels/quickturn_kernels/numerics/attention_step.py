@@ -30,35 +30,38 @@ SHAPES = (
 
 
 def attention_step_cases() -> tuple[Case, ...]:
-    """Each shape plain and with head norms; in bfloat16 also as a kernel that starts early."""
-    return tuple(attention_step_case(shape, norms) for shape in SHAPES for norms in (False, True))
+    """Each shape plain, with head norms, and gated; in bfloat16 also as a kernel that starts early."""
+    ways = ((False, False), (True, False), (True, True))
+    return tuple(attention_step_case(shape, norms, gated) for shape in SHAPES for norms, gated in ways)
 
 
-def attention_step_case(shape: Shape, norms: bool) -> Case:
-    """The case of one shape."""
+def attention_step_case(shape: Shape, norms: bool, gated: bool = False) -> Case:
+    """The case of one shape. gated: with a gate, float32 weights of norms, and a quarter of the dims turned."""
     return Case(
         "rotary_attention_decode",
-        f"{shape.name}{', norms' if norms else ''}",
+        f"{shape.name}{', norms' if norms else ''}{', gated' if gated else ''}",
         shape.dtype,
         {"head_dim": shape.head_dim, "cache": FP8 if shape.fp8 else SAME},
-        partial(_run, shape, norms),
-        {"rotary_cache_write": "", "paged_attention_decode": ""},
+        partial(_run, shape, norms, gated),
+        {"rotary_cache_write": "", "paged_attention_decode": "", "sigmoid_gate": ""},
     )
 
 
-def _run(shape: Shape, norms: bool, generator: Generator, device: torch.device) -> Result:
+def _run(shape: Shape, norms: bool, gated: bool, generator: Generator, device: torch.device) -> Result:
     k_cache, v_cache, tables = paged_cache(shape, generator, device)
     rows, size = len(shape.contexts), shape.block_tokens
-    fused = torch.randn(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim, generator=generator)
-    parts = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = fused.to(shape.dtype).to(device).split_with_sizes(parts, 1)
+    parts = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads if gated else 0)
+    fused = torch.randn(rows, sum(parts), shape.head_dim, generator=generator)
+    q, k, v, gate = fused.to(shape.dtype).to(device).split_with_sizes(parts, 1)
     lens = torch.tensor(shape.contexts, dtype=torch.int32, device=device)
     positions = (lens.long() - 1).clamp(min=0)
     blocks = tables[torch.arange(rows, device=device), positions // size].long()
     slots = torch.where(lens > 0, blocks * size + positions % size, -1)
     longest = max(shape.contexts)
-    angles = torch.rand(longest, shape.head_dim // 2, generator=generator) * 6.28
-    weights = (1 + 0.1 * torch.randn(2, shape.head_dim, generator=generator)).to(shape.dtype).to(device)
+    turned = shape.head_dim // 4 if gated and shape.head_dim >= 64 else shape.head_dim
+    angles = torch.rand(longest, turned // 2, generator=generator) * 6.28
+    weights = (1 + 0.1 * torch.randn(2, shape.head_dim, generator=generator)).to(device)
+    weights = weights if gated else weights.to(shape.dtype)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -81,6 +84,8 @@ def _run(shape: Shape, norms: bool, generator: Generator, device: torch.device) 
         settled=shape.dtype == BF16,
         k_scale=SCALES[0] if shape.fp8 else 1.0,
         v_scale=SCALES[1] if shape.fp8 else 1.0,
+        # A view of what has all heads side by side.
+        gate=torch.as_strided(gate, (rows, gate[0].numel()), (gate.stride(0), 1)) if gated else None,
     )
     if shape.fp8:
         # A key next to a tie may fall to the other side, and is then read so.

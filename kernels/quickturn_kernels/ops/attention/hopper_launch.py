@@ -23,6 +23,7 @@ _POINTERS = (
     "v",
     "q_weight",
     "k_weight",
+    "gate",
     "cos_sin",
     "k_cache",
     "v_cache",
@@ -42,6 +43,7 @@ _PITCHES = (
     "v_head",
     "cos_sin_row",
     "table",
+    "gate",
     "k_block",
     "k_row",
     "v_block",
@@ -60,6 +62,7 @@ class _Arguments(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("rows", "kv_heads", "group", "block_tokens", "window", "table_width", "stages")
         ),
+        *((name, ctypes.c_int) for name in ("rotated", "wide")),
     ]
 
 
@@ -84,6 +87,12 @@ def takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     )
 
 
+def turns(rotated: int, head_dim: int) -> bool:
+    """Whether the kernel can turn so many of a head's dims: all, or few enough of the first ones."""
+    lanes, rest = divmod(rotated, head_dim // 32)
+    return rotated == head_dim or (0 < rotated <= head_dim // 2 and rest == 0 and lanes & (lanes - 1) == 0)
+
+
 def tile_keys(head_dim: int, fp8: bool) -> int:
     """Keys of a tile, the unit that the work is cut into (kTileKeys in attention_decode.cuh)."""
     return 128 if fp8 and head_dim != 256 else 64
@@ -102,13 +111,15 @@ def launch(
     fresh: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None = None,
     eps: float = 0.0,
     scales: tuple[float, float] = (1.0, 1.0),
+    gate: Tensor | None = None,
     early: bool = False,
 ) -> Tensor:
     """Attention of rows that `takes` took; returns [R, Hq, D].
 
     fresh: (k, v, cos_sin, q_weight, k_weight) of rows whose newest key isn't in the cache and whose q isn't
-    rotated. scales: what k and v are divided by on their way to an e4m3 cache. early: may start before the
-    kernel ahead has finished, see `rotary_attention_decode`. Raises RuntimeError if the launch fails.
+    rotated. scales: what k and v are divided by on their way to an e4m3 cache. gate: [R, Hq D]. early: may
+    start before the kernel ahead has finished, see `rotary_attention_decode`. Raises RuntimeError if the
+    launch fails.
     """
     rows, heads, head_dim = q.shape
     block_tokens, kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -155,6 +166,10 @@ def launch(
         arguments.cos_sin, arguments.cos_sin_row_pitch = cos_sin.data_ptr(), cos_sin.stride(0)
         arguments.q_weight = None if q_weight is None else q_weight.data_ptr()
         arguments.k_weight = None if k_weight is None else k_weight.data_ptr()
+        arguments.rotated = cos_sin.shape[1]
+        arguments.wide = q_weight is not None and q_weight.dtype == torch.float32
+    if gate is not None:
+        arguments.gate, arguments.gate_pitch = gate.data_ptr(), gate.stride(0)
     code = _function(device, fp8)(
         ctypes.byref(arguments),
         q.dtype == torch.float16,

@@ -28,6 +28,7 @@ _Step = Callable[
         bool,
         float,
         float,
+        Tensor | None,
     ],
     Tensor,
 ]
@@ -55,13 +56,15 @@ def rotary_attention_decode(
     settled: bool = False,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """`rotary_cache_write` of one token a row, then `paged_attention_decode` of its query.
 
     Shapes and meaning as there, with T = R and `positions[r] == context_lens[r] - 1` but for padding rows,
     whose context is 0. q's content is unspecified afterwards. `settled`: everything that this op reads but
     q, k and v was complete before the kernel ahead of this one could start, so that reading may begin while
-    that kernel still runs. Returns a new [R, Hq, D].
+    that kernel still runs. gate: [R, Hq D] or None, rows may lie apart; the result is multiplied by its
+    sigmoid, as `sigmoid_gate` does. Returns a new [R, Hq, D].
     """
     key = (q.device, q.dtype, q.shape[2], cache_class(k_cache))
     function = _STEP.table.get(key)
@@ -87,4 +90,5 @@ def rotary_attention_decode(
         settled,
         k_scale,
         v_scale,
+        gate,
     )

@@ -1,9 +1,10 @@
 """Head norms, rotary, cache write and decode attention in one kernel: keys are fetched before q is there."""
 
+import torch
 from torch import Tensor
 
 from quickturn_kernels import cuda_build
-from quickturn_kernels.ops.attention.hopper_launch import DTYPES, HEAD_DIMS, launch, takes
+from quickturn_kernels.ops.attention.hopper_launch import DTYPES, HEAD_DIMS, launch, takes, turns
 from quickturn_kernels.ops.attention_step.reference import rotary_attention_decode as composed
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
@@ -38,14 +39,17 @@ if cuda_build.available((9, 0)):
         settled: bool,
         k_scale: float,
         v_scale: float,
+        gate: Tensor | None,
     ) -> Tensor:
-        """See `quickturn_kernels.rotary_attention_decode`. Partial rotary takes the separate kernels."""
+        """See `quickturn_kernels.rotary_attention_decode`."""
         weights = [weight for weight in (q_weight, k_weight) if weight is not None]
         if (
             not takes(q, k_cache, v_cache)
-            or cos_sin.shape[1] != q.shape[2]
+            or not turns(cos_sin.shape[1], q.shape[2])
             or len(weights) == 1
-            or any(weight.dtype != q.dtype for weight in weights)
+            or any(weight.dtype not in (q.dtype, torch.float32) for weight in weights)
+            or len({weight.dtype for weight in weights}) > 1
+            or (gate is not None and gate.stride(1) != 1)
         ):
             return composed(
                 q,
@@ -67,6 +71,7 @@ if cuda_build.available((9, 0)):
                 settled,
                 k_scale,
                 v_scale,
+                gate,
             )
         out = launch(
             q,
@@ -80,6 +85,7 @@ if cuda_build.available((9, 0)):
             fresh=(k, v, cos_sin, q_weight, k_weight),
             eps=eps,
             scales=(k_scale, v_scale),
+            gate=gate,
             early=settled,
         )
         return out if v_scale == 1.0 else out.mul_(v_scale)

@@ -1,7 +1,8 @@
-"""The step between the projections as the two ops that it's made of, each in the tier that suits."""
+"""The step between the projections as the ops that it's made of, each in the tier that suits."""
 
 from torch import Tensor
 
+from quickturn_kernels.ops.activation import sigmoid_gate
 from quickturn_kernels.ops.attention import paged_attention_decode
 from quickturn_kernels.ops.rotary import rotary_cache_write
 from quickturn_kernels.registry import Priority, register
@@ -28,6 +29,7 @@ def rotary_attention_decode(
     settled: bool,
     k_scale: float,
     v_scale: float,
+    gate: Tensor | None,
 ) -> Tensor:
     """See `quickturn_kernels.rotary_attention_decode`."""
     rotary_cache_write(
@@ -45,7 +47,7 @@ def rotary_attention_decode(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return paged_attention_decode(
+    out = paged_attention_decode(
         q,
         k_cache,
         v_cache,
@@ -57,3 +59,6 @@ def rotary_attention_decode(
         v_scale=v_scale,
         max_context_len=max_context_len,
     )
+    if gate is None:
+        return out
+    return sigmoid_gate(out.view(gate.shape), gate).view(out.shape)
