@@ -19,7 +19,7 @@ from quickturn.execution.scoring import slices_together
 MESHES = {
     "llama": {"dp": 2, "dense_tp": 2},
     "qwen3-moe": {"dp": 2, "ep": 2},
-    "qwen3-next": {"dp": 2, "tp": 1, "dense_tp": 1},
+    "qwen3.5": {"dp": 2, "dense_tp": 1},
 }
 
 
