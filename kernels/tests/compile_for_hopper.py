@@ -113,8 +113,8 @@ def stack_pointer_misused(cubin: bytes) -> int:
     """Instructions that take R1 for anything but the stack: the assembler's mistake of
     `quickturn_kernels.assembler`.
     """
-    # Where an operand doesn't matter, R1 stands for it as well: of PRMT the second source, if only bytes of the
-    # first are selected.
+    # Where an operand doesn't matter, R1 stands for it as well: of PRMT the second source, if only bytes of
+    # the first are selected.
     allowed = re.compile(
         r"LDC R1, c\[0x0\]|I?ADD3? R1, R1, -?0x|\[R1(\+-?0x[0-9a-f]+)?\]|PRMT R\d+, R\d+, RZ, R1\b"
     )
