@@ -63,7 +63,7 @@ class CacheGroup:
         if block_tokens % self.parts:
             raise ValueError(
                 f"blocks of {block_tokens} tokens can't be shared out to {self.parts} ranks;"
-                f" take a multiple of {self.parts} for --block-tokens"
+                f" take a divisor of {block_tokens} for --cp"
             )
         return block_tokens // self.parts
 

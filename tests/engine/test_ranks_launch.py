@@ -226,6 +226,8 @@ def test_a_launch_that_can_not_work_says_why(
     [
         (["--tp", "2", "--ep", "3"], "--ep 3 doesn't divide"),
         (["--tp", "3", "--dense-tp", "2"], "--dense-tp 2"),
+        (["--cp", "3"], "3 ranks (cp) can't share out blocks of 64 tokens"),
+        (["--cp", "4", "--block-tokens", "2"], "4 ranks (cp) can't share out blocks of 2 tokens"),
     ],
 )
 def test_sizes_that_make_no_mesh_are_refused_before_anything_is_loaded(

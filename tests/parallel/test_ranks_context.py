@@ -146,7 +146,7 @@ def test_the_cache_of_a_part_is_a_part_of_the_cache() -> None:
     caches: Any = Arena(layouts[1], CPU).layer_caches()
     assert caches[0].k.shape[1:] == (16, 2, 64)
     assert caches[1].k.shape[1:] == (64, 2, 64)
-    with pytest.raises(ValueError, match="take a multiple of 3 for --block-tokens"):
+    with pytest.raises(ValueError, match="take a divisor of 64 for --cp"):
         plan_arena(
             (CacheGroup("full", (0,), 2, 64, parts=3),), block_tokens=64, dtypes=dtypes, memory=1 << 25
         )
