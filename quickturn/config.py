@@ -97,8 +97,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be 0 (no promise) or more, got {getattr(self, name)}")
         if self.cp > 1 and self.block_tokens % self.cp:
             raise ValueError(
-                f"{self.cp} ranks (cp) can't share out blocks of {self.block_tokens} tokens: take a power of two"
-                " for cp, and no more ranks than block_tokens"
+                f"{self.cp} ranks (cp) can't share out blocks of {self.block_tokens} tokens: take a power of"
+                " two for cp, and no more ranks than block_tokens"
             )
         if not self.rank_timeout > 0:
             raise ValueError(f"rank_timeout must be more than 0 seconds, got {self.rank_timeout}")
