@@ -59,5 +59,8 @@ class Head:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[S, H] -> [S, V]` in float32, so that close logits are not rounded into ties."""
-        logits = linear(x, self.weight, None, torch.float32)
+        return self.squashed(linear(x, self.weight, None, torch.float32))
+
+    def squashed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits under the cap, in place."""
         return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.softcap else logits

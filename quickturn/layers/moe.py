@@ -55,13 +55,17 @@ class Mixture:
         """What the expert that every token takes makes of them, float32 `[T, H]`."""
         return None if self.whole is None else shared_result(x, self.whole)
 
+    def positions(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+        """int64 `[T]`, negative for padding; None if nobody knows."""
+        # Behind the last mixer only sampled tokens are left, none of which is padding.
+        places = batch.slot_mapping[0]
+        return places if places.shape[0] == x.shape[0] and not self.gathered else None
+
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[T, H] -> [T, H]`; padding tokens choose no expert, so that they fetch no weights. What experts
         elsewhere make of a token is missing.
         """
-        # Negative for padding. Behind the last mixer only sampled tokens are left, none of which is padding.
-        places = batch.slot_mapping[0]
-        known = places if places.shape[0] == x.shape[0] and not self.gathered else None
+        known = self.positions(x, batch)
         if self.first is None:
             return moe_block(x, self.router, self.experts, shared=self.shared, positions=known)
         logits = router_logits(x, self.router)

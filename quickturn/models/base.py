@@ -13,6 +13,7 @@ from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
 from quickturn.parallel import walk
 from quickturn.parallel.collectives import Collectives, gathering
+from quickturn.parallel.few_rows import FewRows, fuse_few_rows
 from quickturn.parallel.fuse import FusedDecode, fuse_decode
 from quickturn.parallel.placement import Run, Step, conversions
 from quickturn.parallel.program import Programs
@@ -140,11 +141,11 @@ class Model:
         architecture: Architecture,
         steps: tuple[Step, ...],
         tail: int,
-        fused: FusedDecode | None = None,
+        fused: FusedDecode | FewRows | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """`tail` is the index of the first step that only the sampled tokens need. `fused`: the steps behind
-        the first as one, for the batches that it takes. `ranks`: None for one rank alone.
+        the first in another form, for the batches that it takes. `ranks`: None for one rank alone.
         """
         self.architecture = architecture
         self.steps = steps
@@ -250,7 +251,7 @@ def build(
         architecture,
         steps,
         tail_of(declarations),
-        None if several else fuse_decode(steps),
+        None if several else fuse_decode(steps) or fuse_few_rows(steps),
         ranks if several else None,
     )
 
