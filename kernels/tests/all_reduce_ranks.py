@@ -5,10 +5,12 @@ python all_reduce_ranks.py alone RANKS              as many, of which only one c
 python all_reduce_ranks.py process RANKS RANK STORE one rank of several processes, which may share a GPU
 """
 
+import faulthandler
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,15 +18,27 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from quickturn_kernels import Peers, add_rms_norm, all_reduce, all_reduce_add_rms_norm, cuda_build
+from quickturn_kernels import Peers, all_reduce, all_reduce_add_rms_norm, cuda_build
 from quickturn_kernels.ops.all_reduce import PeerMemory, hopper
 from quickturn_kernels.ops.all_reduce.peer_memory import CAPACITY, mapped, side_by_side
 
 SHAPES = ((1, 2048), (3, 4096), (64, 5120), (33, 8), (200, 16384), (512, 4096), (1, 16384), (31, 64))
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+DEVICE = torch.device("cuda", 0)
 EPS = 1e-6
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
 CYCLES = 200_000
 """The longest that a rank comes late, about 100 us."""
+AT_ONCE = 5
+"""Replays that one rank launches before the others launch theirs. Where some thousand kernels wait, the next
+launch waits as well: the host must not get there with those of one rank alone."""
+
+Work = Generator[None, None, None]
+started = time.monotonic()
+
+
+def say(*words: object) -> None:
+    print(f"{time.monotonic() - started:.2f} s:", *words, flush=True)
 
 
 @dataclass(frozen=True)
@@ -46,12 +60,19 @@ class Ranks:
     world: int
     mine: Sequence[Rank]
 
-    def do(self, work: Callable[[Rank], None]) -> None:
-        """What each rank launches, at once on the device; returns when all have done it."""
+    def do(self, work: Callable[[Rank], Work]) -> None:
+        """What each rank launches, at once on the device, and by turns where it yields; returns when all have
+        done it.
+        """
         torch.cuda.synchronize()
-        for rank in self.mine:
-            with torch.cuda.stream(rank.stream):
-                work(rank)
+        waiting = [(rank, work(rank)) for rank in self.mine]
+        while waiting:
+            still = []
+            for rank, working in waiting:
+                with torch.cuda.stream(rank.stream):
+                    if next(working, self) is not self:
+                        still.append((rank, working))
+            waiting = still
         torch.cuda.synchronize()
 
 
@@ -73,45 +94,65 @@ class Case:
     def launch(self, rank: Rank) -> None:
         at = rank.number
         residual = None if self.weight is None else self.residuals[at]
-        out = self.outs[at]
-        hopper.launch(rank.memory, self.parts[at], residual, self.weight, EPS, self.two_shots, out)
+        hopper.launch(rank.memory, self.parts[at], residual, self.weight, EPS, self.two_shots, self.outs[at])
 
     def check(self, rank: Rank) -> None:
-        out, residual = self.outs[rank.number].cpu(), self.residuals[rank.number].cpu()
+        out = self.outs[rank.number]
         what = (tuple(out.shape), self.two_shots, self.weight is not None)
-        assert torch.equal(residual, self.kept), what
+        assert torch.equal(self.residuals[rank.number], self.kept), what
         if self.normed is None:
             assert torch.equal(out, self.total), what
         else:
-            torch.testing.assert_close(out, self.normed, rtol=1.6e-2, atol=1.6e-2)
+            torch.testing.assert_close(out.float(), self.normed, rtol=1.6e-2, atol=1.6e-2)
+
+
+def drawn(seed: int) -> torch.Generator:
+    """The same numbers in every process."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def strided(x: Tensor) -> Tensor:
-    """x on the GPU, with numbers behind each row that are none."""
-    wide = torch.full((x.shape[0], x.shape[1] + 8), float("nan"), dtype=x.dtype)
+    """x with numbers behind each row that are none."""
+    wide = torch.full((x.shape[0], x.shape[1] + 8), float("nan"), dtype=x.dtype, device=DEVICE)
     wide[:, : x.shape[1]] = x
-    return wide.cuda()[:, : x.shape[1]]
+    return wide[:, : x.shape[1]]
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def normed_sum(summed: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream after `summed` was added, and its norm in float32."""
+    kept = (summed.float() + residual.float()).to(summed.dtype)
+    x = kept.float()
+    return kept, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.float()
+
+
+def added_up(parts: Tensor) -> Tensor:
+    """In the order of the ranks, in float32, rounded once."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in parts:
+        total += part.float()
+    return total.to(parts.dtype)
 
 
 def case(
     ranks: Ranks, shape: tuple[int, int], two_shots: bool, weighted: torch.dtype | None, seed: int
 ) -> Case:
-    """The same numbers in every process; all ranks' inputs are in each."""
-    numbers = torch.Generator().manual_seed(seed)
-    parts = torch.randn(ranks.world, *shape, generator=numbers).bfloat16()
-    residual = torch.randn(shape, generator=numbers).bfloat16()
-    weight = None if weighted is None else torch.randn(shape[1], generator=numbers).to(weighted)
-    total = torch.zeros(shape)
-    for part in parts:
-        total += part.float()
-    summed, kept = total.bfloat16(), residual.clone()
-    normed = None if weight is None else add_rms_norm(summed, kept, weight, EPS)
-    outs = [torch.full(shape, float("nan"), dtype=torch.bfloat16).cuda() for _ in parts]
+    """All ranks' inputs are in each process."""
+    numbers = drawn(seed)
+    parts = torch.randn(ranks.world, *shape, generator=numbers, device=DEVICE).bfloat16()
+    residual = torch.randn(shape, generator=numbers, device=DEVICE).bfloat16()
+    summed, weight, normed, kept = added_up(parts), None, None, residual
+    if weighted is not None:
+        weight = torch.randn(shape[1], generator=numbers, device=DEVICE).to(weighted)
+        kept, normed = normed_sum(summed, residual, weight)
     return Case(
         [strided(part) for part in parts],
         [strided(residual) for _ in parts],
-        outs,
-        None if weight is None else weight.cuda(),
+        [poisoned(*shape) for _ in parts],
+        weight,
         two_shots,
         summed,
         kept,
@@ -125,38 +166,41 @@ def sums(ranks: Ranks, seed: int) -> None:
         for two_shots in (False, True):
             for weighted in (None, torch.bfloat16, torch.float32):
                 one = case(ranks, shape, two_shots, weighted, seed + number)
-                ranks.do(one.launch)
+                ranks.do(lambda rank, one=one: launched(rank, [one]))  # type: ignore[misc]
                 for rank in ranks.mine:
                     one.check(rank)
                 for out in one.outs[1:] if len(ranks.mine) > 1 else ():
                     assert torch.equal(out, one.outs[0]), "ranks have different bits"
 
 
+def launched(rank: Rank, cases: Sequence[Case]) -> Work:
+    for one in cases:
+        one.launch(rank)
+    yield
+
+
 def gathers(ranks: Ranks, seed: int) -> None:
     """What every rank has, of all dtypes and sizes, with sums between."""
-    numbers = random.Random(seed)
-    sizes = [(4,), (1, 3), (3, 9), (64, 512), (7, 4000)]
-    dtypes = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
-    drawn = torch.Generator().manual_seed(seed)
+    numbers, generator = random.Random(seed), drawn(seed)
     parts = [
-        torch.randint(0, 200, (ranks.world, 3, *size), generator=drawn).to(dtype)
-        for size in sizes
-        for dtype in numbers.sample(dtypes, 4)
+        torch.randint(0, 200, (ranks.world, 3, *size), generator=generator, device=DEVICE).to(dtype)
+        for size in ((4,), (1, 3), (3, 9), (64, 512), (7, 4000))
+        for dtype in numbers.sample(DTYPES, 4)
     ]
-    sent = [part.cuda() for part in parts]
-    outs = {rank.number: [torch.full_like(part, 201).cuda() for part in parts] for rank in ranks.mine}
+    outs = {rank.number: [torch.full_like(part, 201) for part in parts] for rank in ranks.mine}
     between = [case(ranks, (5, 64), at % 2 == 0, None, seed + at) for at in range(len(parts))]
 
-    def work(rank: Rank) -> None:
-        for part, out, one in zip(sent, outs[rank.number], between, strict=True):
+    def work(rank: Rank) -> Work:
+        for part, out, one in zip(parts, outs[rank.number], between, strict=True):
             assert rank.memory.carries(part[rank.number])
             hopper.launch_gather(rank.memory, part[rank.number], out)
             one.launch(rank)
+        yield
 
     ranks.do(work)
     for rank in ranks.mine:
         for out, part, one in zip(outs[rank.number], parts, between, strict=True):
-            assert torch.equal(out.cpu(), part), (part.shape, part.dtype)
+            assert torch.equal(out, part), (part.shape, part.dtype)
             one.check(rank)
 
 
@@ -174,11 +218,12 @@ def runs_ahead(ranks: Ranks, seed: int, calls: int) -> None:
         for _ in range(ranks.world)
     ]
 
-    def work(rank: Rank) -> None:
+    def work(rank: Rank) -> Work:
         for one, cycles in zip(cases, late[rank.number], strict=True):
             if cycles:
                 torch.cuda._sleep(cycles)
             one.launch(rank)
+        yield
 
     ranks.do(work)
     for one in cases:
@@ -192,10 +237,10 @@ def replays(ranks: Ranks, seed: int, steps: int) -> None:
     """
     shape, world = (16, 4096), ranks.world
     recorded = {rank.number: record(rank, shape) for rank in ranks.mine}
-    seen = {rank.number: torch.full((steps, 7), float("nan")).cuda() for rank in ranks.mine}
+    seen = {rank.number: poisoned(steps, 7, dtype=torch.float32) for rank in ranks.mine}
     between = [case(ranks, (5, 64), step % 2 == 0, None, seed + step) for step in range(3)]
 
-    def work(rank: Rank) -> None:
+    def work(rank: Rank) -> Work:
         at = rank.number
         for step in range(steps):
             recorded[at].x.fill_(step % 50 + at)
@@ -203,6 +248,9 @@ def replays(ranks: Ranks, seed: int, steps: int) -> None:
             seen[at][step].copy_(recorded[at].result)
             if step % 7 == 0:
                 between[step % 3].launch(rank)
+            if step % AT_ONCE == 0:
+                yield
+        yield
 
     ranks.do(work)
     kept, expected = 0.0, []
@@ -226,15 +274,14 @@ class Recorded:
 
     graph: torch.cuda.CUDAGraph
     x: Tensor
-    residual: Tensor
-    outs: list[Tensor]
+    kept: list[Tensor]
     result: Tensor
 
 
 def record(rank: Rank, shape: tuple[int, int]) -> Recorded:
-    x, residual = (torch.zeros(shape, dtype=torch.bfloat16).cuda() for _ in range(2))
-    weight = torch.ones(shape[1], dtype=torch.bfloat16).cuda()
-    outs = [torch.full(shape, float("nan"), dtype=torch.bfloat16).cuda() for _ in range(4)]
+    x, residual = (torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    weight = torch.ones(shape[1], dtype=torch.bfloat16, device=DEVICE)
+    outs = [poisoned(*shape) for _ in range(4)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=rank.stream):
         for out, two_shots in zip(outs[:3], (False, True, False), strict=True):
@@ -245,57 +292,58 @@ def record(rank: Rank, shape: tuple[int, int]) -> Recorded:
         found = [sums.amin(), sums.amax(), residual.amin(), residual.amax()]
         found += [every.amin(), every.amax(), outs[3].amin()]
         result = torch.stack([one.float() for one in found])
-    return Recorded(graph, x, residual, [*outs, weight], result)
-
-
-def every_dtype(ranks: Ranks, seed: int) -> None:
-    """The ops that engines call: dtypes, sizes and layouts that the kernel isn't for go another way."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for shape in ((7, 64), (3, 12), (CAPACITY // 2048 // 2 + 1, 2048)):
-            public(ranks, dtype, shape, seed)
+    return Recorded(graph, x, [residual, weight, *outs], result)
 
 
 def public(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, int], seed: int) -> None:
-    numbers = torch.Generator().manual_seed(seed)
-    parts = torch.randn(ranks.world, *shape, generator=numbers).to(dtype)
-    residual = torch.randn(shape, generator=numbers).to(dtype)
-    weight = torch.randn(shape[1], generator=numbers).to(dtype)
-    total = torch.zeros(shape)
-    for part in parts:
-        total += part.float()
-    kept = residual.clone()
-    normed = add_rms_norm(total.to(dtype), kept, weight, EPS)
-    gathered, there = parts.cuda(), weight.cuda()
-    inputs = [part.cuda() for part in parts]
-    streams = [residual.cuda() for _ in parts]
+    """The ops that engines call: dtypes, sizes and layouts that the kernel isn't for go another way."""
+    numbers = drawn(seed)
+    parts = torch.randn(ranks.world, *shape, generator=numbers, device=DEVICE).to(dtype)
+    residual = torch.randn(shape, generator=numbers, device=DEVICE).to(dtype)
+    weight = torch.randn(shape[1], generator=numbers, device=DEVICE).to(dtype)
+    total = added_up(parts)
+    kept, normed = normed_sum(total, residual, weight)
+    streams = [residual.clone() for _ in parts]
     found: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def work(rank: Rank) -> None:
+    def work(rank: Rank) -> Work:
         at = rank.number
-        peers = Peers(lambda x: gathered, rank.memory)
-        summed = all_reduce(inputs[at], peers)
-        found[at] = summed, all_reduce_add_rms_norm(inputs[at], streams[at], there, EPS, peers)
+        peers = Peers(lambda x: parts, rank.memory)
+        summed = all_reduce(parts[at], peers)
+        found[at] = summed, all_reduce_add_rms_norm(parts[at], streams[at], weight, EPS, peers)
+        yield
 
     ranks.do(work)
     for rank in ranks.mine:
         summed, result = found[rank.number]
-        assert torch.equal(summed.cpu(), total.to(dtype)), (dtype, shape)
-        assert torch.equal(streams[rank.number].cpu(), kept), (dtype, shape)
-        torch.testing.assert_close(result.cpu(), normed, rtol=1.6e-2, atol=1.6e-2)
+        assert torch.equal(summed, total), (dtype, shape)
+        assert torch.equal(streams[rank.number], kept), (dtype, shape)
+        torch.testing.assert_close(result.float(), normed, rtol=1.6e-2, atol=1.6e-2)
 
 
 def everything(ranks: Ranks, seed: int, calls: int, steps: int) -> None:
+    for dtype, shape in (
+        (torch.float32, (7, 64)),
+        (torch.float16, (7, 64)),
+        (torch.bfloat16, (3, 12)),
+        (torch.bfloat16, (CAPACITY // 2048 // 2 + 1, 2048)),
+        (torch.bfloat16, (7, 64)),
+    ):
+        public(ranks, dtype, shape, seed)
+    say("every dtype")
     sums(ranks, seed)
+    say("sums of every size")
     gathers(ranks, seed)
+    say("gathered")
     runs_ahead(ranks, seed, calls)
+    say("ran ahead")
     replays(ranks, seed, steps)
-    every_dtype(ranks, seed)
+    say("replayed")
     runs_ahead(ranks, seed + 1, calls)
 
 
 def in_streams(count: int) -> Ranks:
-    device = torch.device("cuda", 0)
-    memories = side_by_side(count, device, PATIENCE_S)
+    memories = side_by_side(count, DEVICE, PATIENCE_S)
     return Ranks(count, [Rank(memory, torch.cuda.Stream()) for memory in memories])
 
 
@@ -303,20 +351,20 @@ def streams(count: int, seed: int) -> None:
     # Kernels are loaded when they are first launched, and memory is found, which may wait for all that runs:
     # one rank goes first, with nobody to wait for.
     torch.cuda._sleep(1)
-    everything(in_streams(1), seed, calls=60, steps=100)
+    everything(in_streams(1), seed, calls=40, steps=10)
+    say("one rank alone")
     ranks = in_streams(count)
     for rank in ranks.mine:
         with torch.cuda.stream(rank.stream):
             for size in (1 << 18, 4 << 20, 64 << 20):
-                torch.empty(size, dtype=torch.uint8, device="cuda")
-    everything(ranks, seed, calls=60, steps=100)
+                torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    everything(ranks, seed, calls=40, steps=100)
 
 
 def alone(count: int, told: bool) -> None:
     """A rank that waits in vain, until it is out of patience or told so."""
-    device = torch.device("cuda", 0)
-    memory = side_by_side(count, device, patience=1e4 if told else 0.5)[1]
-    x = torch.ones(4, 64, dtype=torch.bfloat16, device=device)
+    memory = side_by_side(count, DEVICE, patience=1e4 if told else 0.5)[1]
+    x = torch.ones(4, 64, dtype=torch.bfloat16, device=DEVICE)
     hopper.launch(memory, x, None, None, 0.0)
     if told:
         memory.abandon()
@@ -324,14 +372,15 @@ def alone(count: int, told: bool) -> None:
         torch.cuda.synchronize()
     expected = {None} if told else {rank for rank in range(count) if rank != memory.rank}
     assert memory.missing() in expected
-    print("missed rank", memory.missing(), flush=True)
+    say("missed rank", memory.missing())
     # The context is lost, and with it everything that the interpreter would free.
     os._exit(0)
 
 
 def process(count: int, number: int, store: str, seed: int) -> None:
-    device = torch.device("cuda", number % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    global DEVICE
+    DEVICE = torch.device("cuda", number % torch.cuda.device_count())
+    torch.cuda.set_device(DEVICE)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=count)
 
     def exchange(said: bytes) -> list[bytes]:
@@ -339,8 +388,9 @@ def process(count: int, number: int, store: str, seed: int) -> None:
         distributed.all_gather_object(heard, said)
         return heard
 
-    memory = mapped(number, count, device, exchange, PATIENCE_S)
+    memory = mapped(number, count, DEVICE, exchange, PATIENCE_S)
     # Processes take turns on a GPU, so that a meeting may cost milliseconds.
+    say("mapped")
     everything(Ranks(count, [Rank(memory, torch.cuda.Stream())]), seed, calls=20, steps=20)
     torch.cuda.synchronize()
     distributed.barrier()
@@ -349,6 +399,8 @@ def process(count: int, number: int, store: str, seed: int) -> None:
 
 
 def main() -> None:
+    faulthandler.enable()
+    say("imported")
     # Others are compiled by whoever needs them, not by each rank of each test.
     cuda_build.Library._compile_others = lambda self, first: None  # type: ignore[method-assign]
     mode, count, *rest = sys.argv[1:]
@@ -358,7 +410,7 @@ def main() -> None:
         alone(int(count), told=rest == ["told"])
     else:
         process(int(count), int(rest[0]), rest[1], int(rest[2]))
-    print(mode, count, "ok", flush=True)
+    say(mode, count, "ok")
 
 
 if __name__ == "__main__":
