@@ -1,20 +1,25 @@
 """All-reduce: what it means, how blocks of several ranks meet, and on a GPU the kernel itself."""
 
+import contextlib
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
 from quickturn_kernels import Peers, add_rms_norm, all_gather, all_reduce, all_reduce_add_rms_norm, cuda_build
+from quickturn_kernels.ops.all_reduce.peer_memory import mapped
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,6 +129,67 @@ def test_blocks_meet_in_any_order_of_time(ranks: int, seed: int) -> None:
         for out in outs:
             for (inputs, _), got in zip(calls, out, strict=True):
                 assert got == [sum(row) for row in zip(*inputs, strict=True)]
+
+
+class Driver:
+    """One rank's CUDA calls, of which one fails: they say so by their number."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = failing
+        self.open = 0
+
+    def quickturn_peer_bytes(self, capacity: object, area: object, counters: object) -> int:
+        if self.failing == "compile":
+            raise cuda_build.CompileError("no compiler")
+        return 0
+
+    def quickturn_peer_make(self, size: object, area: Any, handle: Any) -> int:
+        if self.failing == "make":
+            return 2
+        area._obj.value, handle.raw = 4096, b"h" * len(handle.raw)
+        self.open += 1
+        return 0
+
+    def quickturn_peer_open(self, handle: bytes, area: Any) -> int:
+        if self.failing == "open":
+            return 201
+        area._obj.value = 8192
+        self.open += 1
+        return 0
+
+    def quickturn_peer_close(self, area: object, mapped: int) -> int:
+        self.open -= 1
+        return 0
+
+
+@pytest.mark.parametrize("failing", ["compile", "make", "open"])
+def test_a_rank_that_cant_map_memory_keeps_all_from_it(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them raise, and none keeps anything, wherever it went wrong on one of them."""
+    drivers = [Driver(failing if rank == 1 else "") for rank in range(3)]
+    mine = threading.local()
+    monkeypatch.setattr(cuda_build, "library", lambda capability: mine.driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    heard: list[list[bytes]] = [[b""] * 3, [b""] * 3]
+    meeting = threading.Barrier(3)
+
+    def rank(number: int) -> str:
+        mine.driver = drivers[number]
+        rounds = iter(heard)
+
+        def exchange(said: bytes) -> list[bytes]:
+            together = next(rounds)
+            together[number] = said
+            meeting.wait(60)
+            return together
+
+        with pytest.raises(RuntimeError, match="can't map the others' memory") as found:
+            mapped(number, 3, torch.device("cpu"), exchange)
+        return str(found.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        said = list(pool.map(rank, range(3)))
+    assert said[1].startswith("ranks [1")
+    assert [driver.open for driver in drivers] == [0, 0, 0]
 
 
 CARD = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and cuda_build.compiler()
