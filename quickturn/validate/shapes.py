@@ -22,6 +22,7 @@ from quickturn_kernels.numerics.linear_attention import (
     step_cases,
 )
 from quickturn_kernels.numerics.moe import Layer, layer_cases, route_case
+from quickturn_kernels.numerics.norm_linear import FoldShape, added_case, normed_cases
 from quickturn_kernels.numerics.rotary import Shape as RotaryShape
 from quickturn_kernels.numerics.rotary import rotary_case
 from quickturn_kernels.numerics.sampling import Options, sampling_case
@@ -31,6 +32,9 @@ from quickturn.models.base import Architecture
 from quickturn.models.declare import Column, Declaration, GatedColumn, Head, Norm, Row
 from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
+
+FEW = 8
+"""The most rows that a norm is folded into a product for."""
 
 PROMPT_GROUP = 48
 """Rows of one swept call of prompts: their tokens add up."""
@@ -80,15 +84,23 @@ def _cases(declaration: Declaration, setting: Setting) -> Iterator[Case]:
         case Column():
             columns = sum(part.rows for part in declaration.parts)
             yield from _linear(declaration.columns, columns, declaration.bias, setting)
+            for few in _few(declaration.columns, columns, declaration.bias, setting):
+                yield normed_cases(few)[0]
         case GatedColumn():
             columns = declaration.gate.rows + declaration.up.rows
             yield from _linear(declaration.columns, columns, declaration.bias, setting, gated=True)
+            for few in _few(declaration.columns, columns, declaration.bias, setting):
+                yield normed_cases(few)[1]
         case Row():
             yield from _linear(declaration.columns, declaration.rows, declaration.bias, setting)
+            for few in _few(declaration.columns, declaration.rows, declaration.bias, setting):
+                yield added_case(few)
         case Head():
             for rows in setting.rows:
                 shape = Matrix(rows, declaration.hidden, setting.dtype, declaration.vocab)
                 yield from linear_cases(shape, "float32 out")
+            for few in _few(declaration.hidden, declaration.vocab, False, setting):
+                yield from normed_cases(few, "float32 out")
         case Attend():
             yield from _attention(declaration, setting)
         case Delta():
@@ -108,6 +120,14 @@ def _linear(width: int, columns: int, bias: bool, setting: Setting, *, gated: bo
             yield gated_case(shape, options)
         else:
             yield from linear_cases(shape, options)
+
+
+def _few(width: int, columns: int, bias: bool, setting: Setting) -> Iterator[FoldShape]:
+    """Steps of few rows, whose products may have a norm or an addition inside."""
+    for rows in () if setting.fp8_weights else setting.rows:
+        if rows <= FEW:
+            for wide in (False, True):
+                yield FoldShape(rows, width, columns, wide, branch=wide, bias=bias, dtype=setting.dtype)
 
 
 def _attention(attend: Attend, setting: Setting) -> Iterator[Case]:

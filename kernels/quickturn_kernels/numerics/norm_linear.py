@@ -2,6 +2,7 @@
 linear_add.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,20 +58,30 @@ SHAPES = (
 
 def norm_linear_cases() -> tuple[Case, ...]:
     """Every shape of every op."""
-    found = []
-    for shape in SHAPES:
-        traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
-        for op, run in (
-            ("norm_linear", partial(_norm_linear, shape, None)),
-            ("norm_linear_silu_and_mul", partial(_norm_gated, shape)),
-            ("linear_add", partial(_linear_add, shape)),
-        ):
-            found.append(Case(op, str(shape), shape.dtype, traits, run, PARTS))
-    wide = FoldShape(4, 1024, 5000)
-    run = partial(_norm_linear, wide, torch.float32)
-    traits = {"layout": PLAIN, "rows": rows_class(wide.rows)}
-    found.append(Case("norm_linear", f"{wide} float32 out", wide.dtype, traits, run, PARTS))
-    return tuple(found)
+    found = [case for shape in SHAPES for case in (*normed_cases(shape), added_case(shape))]
+    return (*found, *normed_cases(FoldShape(4, 1024, 5000), "float32 out"))
+
+
+def normed_cases(shape: FoldShape, options: str = "") -> list[Case]:
+    """norm_linear and, unless options are "float32 out", norm_linear_silu_and_mul."""
+    if options == "float32 out":
+        return [_case("norm_linear", shape, partial(_norm_linear, shape, torch.float32), f" {options}")]
+    return [
+        _case("norm_linear", shape, partial(_norm_linear, shape, None)),
+        _case("norm_linear_silu_and_mul", shape, partial(_norm_gated, shape)),
+    ]
+
+
+def added_case(shape: FoldShape) -> Case:
+    """linear_add."""
+    return _case("linear_add", shape, partial(_linear_add, shape))
+
+
+def _case(
+    op: str, shape: FoldShape, run: Callable[[Generator, torch.device], Result], options: str = ""
+) -> Case:
+    traits = {"layout": PLAIN, "rows": rows_class(shape.rows)}
+    return Case(op, f"{shape}{options}", shape.dtype, traits, run, PARTS)
 
 
 def apart(rows: int, width: int, dtype: torch.dtype, generator: Generator, device: torch.device) -> Tensor:
