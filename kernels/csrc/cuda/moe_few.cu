@@ -54,38 +54,44 @@ __device__ __forceinline__ void read_rows(const FewArguments& args, uint4* rows,
   uint4* row = rows + token * vectors;
   const uint4* x = reinterpret_cast<const uint4*>(args.x + token * args.x_pitch);
   const uint4* residual = reinterpret_cast<const uint4*>(args.residual + token * args.residual_pitch);
+  float squares[kTokens] = {};
+  for (int base = part * 32 + lane; base < vectors; base += kStep) {
+    // All groups' vectors on their way before the first is looked at.
+    uint4 stream[kTokens], branch[kTokens];
+#pragma unroll
+    for (int group = 0; group < kTokens; ++group) {
+      const int v = base + group * kEach * 32;
+      stream[group] = branch[group] = make_uint4(0, 0, 0, 0);
+      if (real && v < vectors) {
+        if (args.residual != nullptr) stream[group] = residual[v];
+        if (args.x != nullptr) branch[group] = x[v];
+      }
+    }
+#pragma unroll
+    for (int group = 0; group < kTokens; ++group) {
+      const int v = base + group * kEach * 32;
+      float value[8], added[8];
+      unpack(stream[group], value);
+      unpack(branch[group], added);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[i] += added[i];
+      const uint4 packed = pack(value);
+      unpack(packed, value);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) squares[group] += value[i] * value[i];
+      if (v < vectors) row[v] = packed;
+    }
+  }
 #pragma unroll
   for (int group = 0; group < kTokens; ++group) {
-    float squares = 0.f;
-    for (int v = (part + group * kEach) * 32 + lane; v < vectors; v += kStep) {
-      uint4 packed = make_uint4(0, 0, 0, 0);
-      if (real && args.norm == nullptr) {
-        packed = x[v];
-      } else if (real) {
-        packed = residual[v];
-        float value[8];
-        unpack(packed, value);
-        if (args.x != nullptr) {
-          float branch[8];
-          unpack(x[v], branch);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) value[i] += branch[i];
-          packed = pack(value);
-          unpack(packed, value);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
-      }
-      row[v] = packed;
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) partial[token * kWarps + part + group * kEach] = squares;
+    const float sum = warp_sum(squares[group]);
+    if (lane == 0) partial[token * kWarps + part + group * kEach] = sum;
   }
   __syncthreads();
-  float squares = 0.f;
+  float total = 0.f;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) squares += partial[token * kWarps + i];
-  const float scale = rsqrtf(squares / static_cast<float>(args.hidden) + args.eps);
+  for (int i = 0; i < kWarps; ++i) total += partial[token * kWarps + i];
+  const float scale = rsqrtf(total / static_cast<float>(args.hidden) + args.eps);
   uint4* copy = blockIdx.x == 0 && real ? reinterpret_cast<uint4*>(args.normed) + token * vectors : nullptr;
 #pragma unroll
   for (int group = 0; group < kTokens; ++group) {
@@ -179,13 +185,17 @@ __global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_const
   wait_for_predecessors();
   // Not before: who starts behind this may count on the first launch having finished.
   let_dependents_start();
-  const int vectors = args.hidden / 8;
-  for (int i = threadIdx.x; i < args.tokens * vectors; i += 32 * kWarps)
-    rows[i] = __ldcg(reinterpret_cast<const uint4*>(args.normed) + i);
+  const int vectors = args.hidden / 8, lane = threadIdx.x % 32;
   choice.choose(args);
+  // Meanwhile the warps that don't choose fetch the rows.
+  const int spare = args.tokens < kWarps ? args.tokens * 32 : 0;
+  if (threadIdx.x >= spare) {
+    for (int i = threadIdx.x - spare; i < args.tokens * vectors; i += 32 * kWarps - spare)
+      rows[i] = __ldcg(reinterpret_cast<const uint4*>(args.normed) + i);
+  }
   choice.list(args);
 
-  const int lane = threadIdx.x % 32, warp = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
   const int warps = gridDim.x * kWarps, slots = args.rules.top + 1;
   using Pair = Rows<Weight, 2>;
   for (int task = warp; task < choice.active * args.inner; task += warps) {
@@ -197,6 +207,15 @@ __global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_const
     two.row[1] =
         Weight::at(args.gate_up, first + args.inner, args.hidden, args.gate_up_scale, args.gate_up_pitch);
     if (kOnce) two.load(0, lane, args.hidden);
+    // The memory is to be busy while this warp multiplies.
+    const int next = task + warps;
+    if (lane < 2 && next < choice.active * args.inner) {
+      const int behind = next / args.inner;
+      const long long row = 2ll * choice.member[behind] * args.inner + next - behind * args.inner;
+      prefetch_to_l2(
+          static_cast<const char*>(args.gate_up) + (row + lane * args.inner) * args.hidden * Weight::kBytes,
+          args.hidden * Weight::kBytes);
+    }
     for (int takers = choice.takers[member]; takers != 0; takers &= takers - 1) {
       const int t = __ffs(takers) - 1;
       float sum[2] = {};
@@ -214,7 +233,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_const
         gate += widen(args.gate_up_bias[first]);
         up += widen(args.gate_up_bias[first + args.inner]);
       }
-      args.between[(t * slots + choice.slot[member][t]) * args.pitch + feature] =
+      args.between[(t * slots + choice.slot(member, t)) * args.pitch + feature] =
           static_cast<bf16>(narrow2(activated(gate, up, args.oss), 0.f));
     }
   }
@@ -270,6 +289,18 @@ __global__ void __launch_bounds__(32 * kDownWarps, 1) few_down(const __grid_cons
                 if constexpr (Weight::kScaled) scale[s][v] = row.factor(at);
               }
             }
+          }
+          if (first == 0 && column == 0 && lane < used) {
+            // The next token's rows, or those of the next feature's first token.
+            const bool more = t + 1 < args.tokens;
+            const int token = more ? t + 1 : 0;
+            const int at = more ? feature : feature + gridDim.x * kDownWarps;
+            const int width = at < args.hidden ? choice.width(args, token, lane) : 0;
+            const void* from = lane < top ? args.down : args.shared_down;
+            const long long row = lane < top ? choice.row(args, token, lane) : 0;
+            if (width > 0)
+              prefetch_to_l2(static_cast<const char*>(from) + (row + at) * width * Weight::kBytes,
+                             width * Weight::kBytes);
           }
           if (!waited) {
             waited = true;

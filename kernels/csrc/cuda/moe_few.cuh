@@ -167,8 +167,8 @@ struct FewChoice {
   float weight[kFewTokens][kMaxTop];
   short expert[kFewTokens][kMaxTop];   // -1: nobody
   short member[kFewTokens * kMaxTop];  // the experts that someone chose, in the order of who chose first
-  unsigned char takers[kFewTokens * kMaxTop];            // bit t is token t
-  unsigned char slot[kFewTokens * kMaxTop][kFewTokens];  // which of a taker's choices it is
+  unsigned char takers[kFewTokens * kMaxTop];  // bit t is token t
+  unsigned slots[kFewTokens * kMaxTop];        // four bits a token: which of its choices it is
   int counts[4];
   int active;
 
@@ -199,20 +199,25 @@ struct FewChoice {
     return static_cast<long long>(expert[t][slot]) * args.hidden;
   }
 
-  // All threads of the block, of at least four warps. Ends with a barrier.
+  // All threads of the block, of at least four warps; a thread has one choice of one token. Ends with a
+  // barrier.
   __device__ __forceinline__ void list(const FewArguments& args) {
     __syncthreads();
-    const int top = args.rules.top, pair = threadIdx.x, warp = pair / 32, lane = pair % 32;
-    const bool real = pair < args.tokens * top;
-    const int e = real ? expert[pair / top][pair % top] : -1;
+    const int top = args.rules.top, t = threadIdx.x / kMaxTop, j = threadIdx.x % kMaxTop;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int e = t < args.tokens && j < top ? expert[t][j] : -1;
     bool first = e >= 0;
     int mask = 0;
-    if (real) {
-      for (int other = 0; other < args.tokens * top; ++other)
-        if (expert[other / top][other % top] == e) {
-          if (other < pair) first = false;
-          mask |= 1 << (other / top);
+    unsigned places = 0;
+    if (e >= 0) {
+      for (int other = 0; other < args.tokens; ++other) {
+        for (int i = 0; i < top; ++i) {
+          if (expert[other][i] != e) continue;
+          first = first && other >= t;
+          mask |= 1 << other;
+          places |= static_cast<unsigned>(i) << (4 * other);
         }
+      }
     }
     const unsigned firsts = __ballot_sync(0xFFFFFFFFu, first);
     if (lane == 0 && warp < 4) counts[warp] = __popc(firsts);
@@ -222,13 +227,14 @@ struct FewChoice {
       for (int w = 0; w < warp; ++w) at += counts[w];
       member[at] = static_cast<short>(e);
       takers[at] = static_cast<unsigned char>(mask);
-      for (int other = pair; other < args.tokens * top; ++other)
-        if (expert[other / top][other % top] == e)
-          slot[at][other / top] = static_cast<unsigned char>(other % top);
+      slots[at] = places;
     }
     if (threadIdx.x == 0) active = counts[0] + counts[1] + counts[2] + counts[3];
     __syncthreads();
   }
+
+  // Which of a taker's choices a member is.
+  __device__ __forceinline__ int slot(int at, int token) const { return slots[at] >> (4 * token) & 15; }
 };
 
 }  // namespace quickturn

@@ -20,10 +20,9 @@ struct RoutingRules {
 
 // An order-preserving image of a float; NaN comes above 0, which stands for what can't be chosen.
 __device__ __forceinline__ uint32_t rank_of(float value) {
-  if (value != value) return 1;
-  const uint32_t bits = __float_as_uint(value);
+  const uint32_t bits = __float_as_uint(value + 0.f);  // -0 is 0
   const uint32_t rank = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return rank > 1 ? rank : 1;
+  return value == value && rank > 1 ? rank : 1;
 }
 
 // One warp chooses for one token, of at most 32 kPer experts. logits: [experts], written by other blocks.
@@ -35,11 +34,14 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
   const int lane = threadIdx.x % 32, per = (rules.experts + 31) / 32;
   float score[kPer];
   uint32_t rank[kPer];
+  // All on their way before the first is looked at.
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) score[i] = __ldcg(logits + min(lane * per + i, rules.experts - 1));
 #pragma unroll
   for (int i = 0; i < kPer; ++i) {
     const bool real = i < per && lane * per + i < rules.experts;
-    score[i] = real ? __ldcg(logits + lane * per + i) : -INFINITY;
     rank[i] = real ? rank_of(score[i]) : 0;
+    score[i] = real ? score[i] : -INFINITY;
   }
   if (rules.scoring == kSoftmax) {
     float highest = score[0], total = 0.f;
@@ -61,12 +63,13 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
     for (int i = 0; i < kPer; ++i) score[i] = 1.f / (1.f + __expf(-score[i]));
   }
   if (rules.correction != nullptr || rules.scoring == kSigmoid) {
+    float correction[kPer] = {};
+    if (rules.correction != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      if (rank[i] == 0) continue;
-      const float correction = rules.correction != nullptr ? rules.correction[lane * per + i] : 0.f;
-      rank[i] = rank_of(score[i] + correction);
+      for (int i = 0; i < kPer; ++i) correction[i] = rules.correction[min(lane * per + i, rules.experts - 1)];
     }
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) rank[i] = rank[i] == 0 ? 0 : rank_of(score[i] + correction[i]);
   }
   weight = 0.f;
   expert = -1;

@@ -23,7 +23,7 @@ UNIT = 16
 SHARED_MEMORY = 200_000
 """Bytes of one block, for what the activation made of all tokens."""
 
-PREFETCH_TOKENS = 2
+PREFETCH_TOKENS = 1
 """Up to so many tokens the second halves of their experts fit into L2 beside what else is read."""
 
 _POINTERS = (
