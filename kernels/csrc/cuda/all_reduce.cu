@@ -27,8 +27,8 @@ namespace quickturn {
 namespace {
 
 constexpr int kMaxRanks = 8;
-constexpr int kBlocks = 32;   // all at once on any Hopper, beside what else may run
-constexpr int kAhead = 4;     // ranks whose elements are on their way at once
+constexpr int kBlocks = 64;   // all at once on any Hopper, beside what else may run
+constexpr int kAhead = 4;     // ranks, or rows, whose elements are on their way at once
 constexpr int kPolls = 4096;  // of a flag, between two looks at the clock
 constexpr size_t kFlagBytes = kBlocks * kMaxRanks * sizeof(uint32_t);
 
@@ -135,9 +135,16 @@ __global__ void __launch_bounds__(1024) all_reduce_rows(const Arguments args) {
   const Counters before = args.counters[blockIdx.x];
   const uint32_t call = before.calls;
   uint4* mine = half_slot(args, args.rank, call, 0);
-  for (long long row = blockIdx.x; row < args.rows; row += kBlocks)
-    for (int at = threadIdx.x; at < args.vectors; at += blockDim.x)
-      mine[row * args.vectors + at] = args.x[row * args.x_pitch + at];
+  for (long long first = blockIdx.x; first < args.rows; first += kAhead * kBlocks)
+    for (int at = threadIdx.x; at < args.vectors; at += blockDim.x) {
+      uint4 part[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (first + i * kBlocks < args.rows) part[i] = args.x[(first + i * kBlocks) * args.x_pitch + at];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (first + i * kBlocks < args.rows) mine[(first + i * kBlocks) * args.vectors + at] = part[i];
+    }
   meet(args, before.meetings + 1);
   if constexpr (kTwoShots) {
     uint4* sums = half_slot(args, args.rank, call, 1);
