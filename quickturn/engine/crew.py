@@ -234,7 +234,7 @@ class Crew:
             member.steps.shut()
             if member.process is not None:
                 member.process.kill()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             self.on_failed()
         if not self._reported.wait(_STUCK_S) and self.on_stuck is not None:
             self.on_stuck(why)
