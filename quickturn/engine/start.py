@@ -12,7 +12,6 @@ from quickturn.engine.device import pick_device as pick_device
 from quickturn.engine.memory import default_memory, room_for
 from quickturn.engine.messages import EngineReady, LoadProgress
 from quickturn.engine.seat import Seat
-from quickturn.execution.batch import GroupCounts
 from quickturn.execution.runner import Runner
 from quickturn.loading.load import LoadedInfo, load_model
 from quickturn.models.base import Architecture
@@ -93,7 +92,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             vocab_size=model.vocab_size,
             cache_scales=info.cache_scales,
         )
-    why = _no_graphs(runner, seat) if config.graphs else "not wanted"
+    why = _no_graphs(runner, config, seat) if config.graphs else "not wanted"
     records = device.type in GRAPH_DEVICES
     if records and not why:
         with room_for(
@@ -156,11 +155,11 @@ def scheduler_config(
     )
 
 
-def _no_graphs(runner: Runner, seat: Seat) -> str:
+def _no_graphs(runner: Runner, config: EngineConfig, seat: Seat) -> str:
     """Why no step can be recorded as a graph; all ranks call this at once."""
-    if seat.mesh.world > 1:
-        copies, one_row = seat.collectives.copies, (1,) * seat.mesh.dp
-        runner.help_out(GroupCounts(one_row, one_row))
+    if config.ranks_per_gpu > 1 and seat.mesh.world > 1:
+        copies = seat.collectives.copies
+        runner.rehearse_graphs(config.max_step_tokens, seat.mesh.dp)
         if seat.collectives.copies > copies:
             return "ranks that share a GPU exchange tensors by way of the host"
     return ""

@@ -20,6 +20,7 @@ import torch
 from quickturn.execution.batch import DeviceBatch, StepRows, decode_arrays, prompt_arrays
 from quickturn.execution.recording import RecordedStep, record
 from quickturn.execution.sampler import greedy
+from quickturn.execution.upload import upload_together
 from quickturn.models.base import Model
 
 PROMPT_TOKENS = (64, 128, 192, 256, 384, 512)
@@ -60,6 +61,15 @@ class StepGraphs:
         self._bucket_of: list[int] = []
         self._prompts: dict[int, RecordedStep] = {}
         self._prompt_sizes = [size for size in PROMPT_TOKENS if size <= max_step_tokens and groups == 1]
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run the smallest and the largest step of either kind on padding, as they would be recorded."""
+        batch, none = self._batch, self._batch.no_rows()
+        for rows in sorted({1, batch.max_requests}):
+            self._decode_step(upload_together(decode_arrays(none, rows, batch.padding_slot), self._device))
+        for tokens in sorted({*self._prompt_sizes[:1], *self._prompt_sizes[-1:]}):
+            self._end_prompt(tokens, upload_together(prompt_arrays(none, batch.padding_slot), self._device))
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None]) -> None:

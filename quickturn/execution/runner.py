@@ -105,6 +105,10 @@ class Runner:
         self.steps: Counter[str] = Counter()
         """Steps by the path that they took: decode_graph, prompt_graph, kernels, scored."""
 
+    def rehearse_graphs(self, max_step_tokens: int, groups: int = 1) -> None:
+        """Run steps as `capture_graphs` would record them."""
+        StepGraphs(self._model, self._batch, self._device, max_step_tokens, groups).rehearse()
+
     def capture_graphs(
         self, max_step_tokens: int, progress: Callable[[int, int], None], groups: int = 1
     ) -> None:

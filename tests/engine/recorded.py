@@ -1,5 +1,6 @@
 """Graphs without a GPU: recorded steps that run eagerly. As a program, a rank of an engine that has them."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from quickturn.execution import graphs, scoring
 from quickturn.execution.recording import Forward
 
+BY_HOST = "TEST_COLLECTIVES_BY_HOST"
+"""Set: collectives copy tensors to the host, as between ranks that share a GPU."""
 SCORED_AT_ONCE = 5
 """Tokens of a slice, of the tiny vocabulary."""
 
@@ -52,8 +55,11 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     from tiny import TINY
 
     from quickturn.engine import start
+    from quickturn.parallel import communicator
 
     record_eagerly(patch)
+    if BY_HOST in os.environ:
+        patch.setattr(communicator, "_on_gpu", lambda x: True)
     patch.setattr(start, "GRAPH_DEVICES", ("cpu",))
     patch.setattr(scoring, "SLICE_BYTES", 4 * TINY["vocab_size"] * SCORED_AT_ONCE)
 

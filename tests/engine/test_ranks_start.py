@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from driving import Checkpoint
-from ranks import alive, broken_checkpoint, config, driver_of
-from recorded import all_ranks_as_on_a_gpu
+from ranks import alive, broken_checkpoint, check, config, driver_of
+from recorded import BY_HOST, all_ranks_as_on_a_gpu
 
 from quickturn.engine.crew import RankLost, spawn
 from quickturn.engine.leader import Leader
@@ -65,3 +65,23 @@ def test_after_that_ranks_start_again(checkpoint: Checkpoint) -> None:
     assert driver_of(leader).run([3, 4, 5], max_tokens=3).finish == "length"
     assert leader.stats().values["steps_decode_graph"] > 0
     leader.close()
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_ranks_that_share_a_gpu_record_steps_unless_tensors_pass_the_host(
+    checkpoint: Checkpoint, by_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here all ranks are on the CPU, which one of them takes for a GPU."""
+    if by_host:
+        monkeypatch.setenv(BY_HOST, "1")
+        all_ranks_as_on_a_gpu(monkeypatch)
+    leader = Leader(config(checkpoint, tp=2, ranks_per_gpu=2))
+    answer = driver_of(leader).run([3, 4, 5], max_tokens=12)
+    check(checkpoint, [3, 4, 5], answer.tokens, None)
+    replayed = leader.stats().values.get("steps_decode_graph", 0)
+    facts = leader.ready().facts
+    leader.close()
+    assert (replayed == 0) == by_host
+    assert facts.get("graphs", "") == (
+        "none: ranks that share a GPU exchange tensors by way of the host" if by_host else ""
+    )
