@@ -1,17 +1,21 @@
-"""Several ranks on one GPU: the same tokens as of one rank, with and without graphs, and a clear end."""
+"""Several ranks on one GPU, or on one each where there are two: the same tokens as of one rank, with graphs
+and without, and a clear end.
+"""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from driving import Checkpoint, Checkpoints, assert_greedy, random_prompts
+from driving import Checkpoint, assert_greedy, random_prompts
 from test_gpu import assert_same
+from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -28,11 +32,13 @@ OPTIONS = {
 
 
 @pytest.fixture
-def checkpoint(checkpoints: Checkpoints) -> Checkpoint:
-    one = checkpoints("qwen3")
-    if one.device != "cuda":
-        pytest.skip("the same again")
-    return one
+def checkpoint(saved: Callable[[str], tuple[Path, PreTrainedModel]], family: str) -> Checkpoint:
+    return Checkpoint(*saved(family), "cuda")
+
+
+@pytest.fixture
+def family() -> str:
+    return "qwen3"
 
 
 def answers(checkpoint: Checkpoint, prompts: list[list[int]], path: Path, **options: object) -> Any:
@@ -73,6 +79,32 @@ def test_float32_goes_by_way_of_the_host(
         assert len(tokens) == 24
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("qwen3", {"tp": 2}),
+        ("qwen3", {"dp": 2, "dense_tp": 2}),
+        ("qwen3", {"cp": 2}),
+        ("qwen3-moe", {"dp": 2, "ep": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_gpus(
+    checkpoint: Checkpoint, rng: np.random.Generator, tmp_path: Path, mesh: dict[str, int], dtype: str
+) -> None:
+    prompts = random_prompts(rng, [30, 7, 1, 44])
+    found = answers(checkpoint, prompts, tmp_path, dtype=dtype, ranks_per_gpu=1, **mesh)
+    assert "graphs" not in found["facts"]
+    assert found["stats"]["steps_decode_graph"] > 10
+    if dtype == "bfloat16":
+        check_bfloat16(checkpoint, prompts, found["tokens"])
+        return
+    for prompt, tokens in zip(prompts, found["tokens"], strict=True):
+        assert_greedy(checkpoint.reference, prompt, tokens, 24)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bfloat16_sums_over_shared_memory_in_graphs(
     checkpoint: Checkpoint, rng: np.random.Generator, tmp_path: Path, ranks: int
@@ -83,11 +115,16 @@ def test_bfloat16_sums_over_shared_memory_in_graphs(
     if torch.cuda.get_device_capability() == (9, 0):
         assert "graphs" not in found["facts"]
         assert found["stats"]["steps_decode_graph"] > 10
+    check_bfloat16(checkpoint, prompts, found["tokens"])
+
+
+def check_bfloat16(checkpoint: Checkpoint, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """The tokens of one rank, or tokens that are level with them."""
     driver = checkpoint.driver(dtype="bfloat16", graphs=False)
     ids = [driver.add(prompt, max_tokens=24) for prompt in prompts]
     driver.drain()
-    for prompt, id, tokens in zip(prompts, ids, found["tokens"], strict=True):
-        assert_same(checkpoint, "bfloat16", prompt, tokens, driver.answers[id].tokens, f"{ranks} ranks")
+    for prompt, id, tokens in zip(prompts, ids, answers, strict=True):
+        assert_same(checkpoint, "bfloat16", prompt, tokens, driver.answers[id].tokens, "several ranks")
 
 
 def test_a_rank_that_is_killed_ends_all(
