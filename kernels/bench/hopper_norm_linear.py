@@ -3,10 +3,10 @@
     python kernels/bench/hopper_norm_linear.py OUT.json
 
 Shapes of Qwen3-8B, Qwen3-0.6B and the linear attention of Qwen3.5-35B-A3B (no experts), bfloat16, random
-weights; some of the layers, more than L2 holds. For each number of rows: `ops` (norm, product), and the
-folded forms: `stream` adds every product to the residual stream in its epilogue, `branch` leaves the
-attention's to the products behind it. `swizzled` and `compact` are the two layouts of normed rows in shared
-memory. Microseconds a layer; the results are compared first.
+weights; some of the layers, more than L2 holds. `ops`: norms (that add) and products in turn. The others have
+the norms ahead of the named products inside these, and the products that end a block ahead of such a norm add
+to the residual stream themselves; `adds`: all of these do, and no norm is inside. Microseconds a layer; the
+results are compared first.
 """
 
 import json
@@ -14,17 +14,16 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import quickturn_kernels as kernels
-from quickturn_kernels.ops.norm_linear.hopper_launch import SWIZZLED, launch_norm
+from quickturn_kernels.ops.norm_linear.hopper_launch import launch_norm
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4)
 EPS = 1e-6
 
 
@@ -61,9 +60,6 @@ class Layers:
     norm: Tensor
 
 
-Step = Callable[[Tensor, Layers], Tensor]
-
-
 def graph_time(run: Callable[[], object], replays: int = 20, repeats: int = 5) -> float:
     """Microseconds of one replay: the median of a few means."""
     run()
@@ -89,60 +85,65 @@ def attended(x: Tensor, o: Tensor) -> Tensor:
     return x[:, : o.shape[1]]
 
 
-def ops_step(start: Tensor, layers: Layers) -> Tensor:
-    """Norms and products in turn, as a model runs them without the folded ops."""
+def step(start: Tensor, layers: Layers, folds: frozenset[str], adds: bool = False) -> Tensor:
+    """A decode step without attention. folds: the products that have their norm inside. adds: every product
+    that ends a block adds its result.
+    """
     stream, x = start.clone(), torch.zeros_like(start)
-    for at, o in enumerate(layers.weights["o"]):
-        x = kernels.add_rms_norm(x, stream, layers.norm, EPS)
-        x = kernels.linear(attended(kernels.linear(x, layers.weights["qkv"][at]), o), o)
+    added = False  # x is in the stream
+
+    def block(first: str, last: str, behind: str, at: int) -> None:
+        nonlocal x, added
+        weight = layers.weights[first][at]
+        if first in folds and added:
+            made = normed(stream, layers, weight, first == "gate_up")
+        else:
+            if added:
+                x = kernels.rms_norm(stream, layers.norm, EPS)
+            else:
+                x = kernels.add_rms_norm(x, stream, layers.norm, EPS)
+            gated = first == "gate_up"
+            made = kernels.linear_silu_and_mul(x, weight) if gated else kernels.linear(x, weight)
+        weight = layers.weights[last][at]
+        x, added = attended(made, weight), adds or behind in folds
+        if added:
+            kernels.linear_add(x, weight, None, stream)
+        else:
+            x = kernels.linear(x, weight)
+
+    for at in range(len(layers.weights["o"])):
         if "down" in layers.weights:
-            x = kernels.add_rms_norm(x, stream, layers.norm, EPS)
-            x = kernels.linear_silu_and_mul(x, layers.weights["gate_up"][at])
-            x = kernels.linear(x, layers.weights["down"][at])
-    return stream.add_(x)
+            block("qkv", "o", "gate_up", at)
+            block("gate_up", "down", "qkv", at)
+        else:
+            block("qkv", "o", "qkv", at)
+    return stream if added else stream.add_(x)
 
 
-def normed(
-    stream: Tensor, branch: Tensor | None, layers: Layers, weight: Tensor, pitch: int | None, gated: bool
-) -> Tensor:
-    """A folded norm under one of the layouts."""
+def normed(x: Tensor, layers: Layers, weight: Tensor, gated: bool) -> Tensor:
+    """A product with its norm inside."""
     width = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty(stream.shape[0], width, device=DEVICE, dtype=BF16)
-    launch_norm(stream, branch, layers.norm, EPS, weight, None, out, gated=gated, pitch=pitch)
+    out = torch.empty(x.shape[0], width, device=DEVICE, dtype=BF16)
+    launch_norm(x, layers.norm, EPS, weight, None, out, gated=gated)
     return out
 
 
-def folded_step(start: Tensor, layers: Layers, *, pitch: int | None, branches: bool) -> Tensor:
-    """The same, folded."""
-    stream = start.clone()
-    for at, o in enumerate(layers.weights["o"]):
-        x = attended(normed(stream, None, layers, layers.weights["qkv"][at], pitch, False), o)
-        branch = None
-        if branches and "down" in layers.weights:
-            branch = kernels.linear(x, o)
-        else:
-            kernels.linear_add(x, o, None, stream, None)
-        if "down" in layers.weights:
-            x = normed(stream, branch, layers, layers.weights["gate_up"][at], pitch, True)
-            kernels.linear_add(x, layers.weights["down"][at], None, stream, branch)
-    return stream
-
-
-STEPS: dict[str, Step] = {
-    "ops": ops_step,
-    "stream, compact": partial(folded_step, pitch=None, branches=False),
-    "stream, swizzled": partial(folded_step, pitch=SWIZZLED, branches=False),
-    "branch, compact": partial(folded_step, pitch=None, branches=True),
+STEPS: dict[str, tuple[frozenset[str], bool]] = {
+    "ops": (frozenset(), False),
+    "adds": (frozenset(), True),
+    "qkv": (frozenset({"qkv"}), False),
+    "gate_up": (frozenset({"gate_up"}), False),
+    "qkv, gate_up": (frozenset({"qkv", "gate_up"}), False),
 }
 
 
-def pair(name: str, start: Tensor, layers: Layers, pitch: int | None, folded: bool) -> Tensor:
+def pair(name: str, start: Tensor, layers: Layers, folded: bool) -> Tensor:
     """One norm with its product, over all layers."""
     gated = name == "gate_up"
     out = start
     for weight in layers.weights[name]:
         if folded:
-            out = normed(start, None, layers, weight, pitch, gated)
+            out = normed(start, layers, weight, gated)
         else:
             x = kernels.rms_norm(start, layers.norm, EPS)
             out = kernels.linear_silu_and_mul(x, weight) if gated else kernels.linear(x, weight)
@@ -162,23 +163,17 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for rows in ROWS:
         start = torch.randn(rows, layers.norm.shape[0], device=DEVICE, dtype=BF16)
-        want = ops_step(start, layers)
-        for label, step in STEPS.items():
-            same = torch.equal(step(start, layers), want)
-            time = graph_time(lambda: step(start, layers)) / shape.layers  # noqa: B023
-            found.setdefault(label, {})[f"{rows}"] = time if same else float("nan")
-            print(
-                f"{shape.name} {rows} rows  {label:18} {time:7.2f} us a layer  same bits {same}", flush=True
-            )
-        for name in ("qkv", "gate_up"):
-            if name not in layers.weights:
+        want = step(start, layers, *STEPS["ops"])
+        for label, form in STEPS.items():
+            if "gate_up" in form[0] and "gate_up" not in layers.weights:
                 continue
-            for label, pitch, folded in (
-                ("ops", None, False),
-                ("compact", None, True),
-                ("swizzled", SWIZZLED, True),
-            ):
-                time = graph_time(lambda: pair(name, start, layers, pitch, folded)) / shape.layers  # noqa: B023
+            same = torch.equal(step(start, layers, *form), want)
+            time = graph_time(lambda: step(start, layers, *form)) / shape.layers  # noqa: B023
+            found.setdefault(label, {})[f"{rows}"] = time if same else float("nan")
+            print(f"{shape.name} {rows} rows  {label:18} {time:7.2f} us  same bits {same}", flush=True)
+        for name in [name for name in ("qkv", "gate_up") if name in layers.weights]:
+            for label, folded in (("ops", False), ("folded", True)):
+                time = graph_time(lambda: pair(name, start, layers, folded)) / shape.layers  # noqa: B023
                 found.setdefault(f"norm + {name}: {label}", {})[f"{rows}"] = time
                 print(f"{shape.name} {rows} rows  norm + {name:8} {label:9} {time:7.2f} us", flush=True)
     return found

@@ -1,13 +1,9 @@
-"""The steps of a decode batch of few rows with the norms inside the products and the additions behind them.
-Found by what the steps are, so that model files stay as they are; steps that nothing is known about run as
-they are, in between.
-
-What a step gets is either the residual stream itself, complete, or a branch that the stream still lacks. A
-norm inside a product reads both and changes neither: then the branch travels on, until the next linear map
-that ends a block adds it together with its own result.
+"""The steps of a decode batch of few rows with norms inside the products behind them and additions inside the
+products ahead, where the kernels say that this is faster. Found by what the steps are, so that model files
+stay as they are; steps that nothing is known about, or that are faster alone, run as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,88 +23,59 @@ from quickturn.layers.moe import Mixture
 from quickturn.layers.norm import AddNorm, Norm
 from quickturn.parallel.placement import Run, Step
 
-Flow = tuple[torch.Tensor, torch.Tensor | None]
-"""The activations, and the branch that the residual stream lacks beside them."""
+MOST_ROWS = 8
 
 Product = Linear | GatedLinear | Head
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A step as it is."""
-
-    run: Run
-
-    def __call__(
-        self, x: torch.Tensor, branch: torch.Tensor | None, residual: torch.Tensor, batch: ForwardBatch
-    ) -> Flow:
-        """The step of x; the branch goes on."""
-        return self.run(x, residual, batch), branch
-
-
-@dataclass(frozen=True, slots=True)
 class NormedProduct:
-    """A norm and the product behind it. `lacks`: its input is a branch that the stream lacks, else what is
-    normed itself.
-    """
+    """A norm of what comes, and the product behind it."""
 
     norm: Norm | AddNorm
     product: Product
-    lacks: bool
 
-    def __call__(
-        self, x: torch.Tensor, branch: torch.Tensor | None, residual: torch.Tensor, batch: ForwardBatch
-    ) -> Flow:
-        """The product; with `lacks`, x goes on as a branch."""
-        stream, added = (residual, x) if self.lacks else (x, None)
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`[T, K] -> [T, N]`."""
         norm, product = self.norm, self.product
         match product:
             case GatedLinear():
-                made = norm_linear_silu_and_mul(
-                    stream, added, norm.weight, norm.eps, product.weight, product.bias
-                )
+                return norm_linear_silu_and_mul(x, norm.weight, norm.eps, product.weight, product.bias)
             case Head():
-                logits = norm_linear(
-                    stream, added, norm.weight, norm.eps, product.weight, None, torch.float32
-                )
-                made = product.squashed(logits)
+                logits = norm_linear(x, norm.weight, norm.eps, product.weight, None, torch.float32)
+                return product.squashed(logits)
             case Linear():
-                made = norm_linear(stream, added, norm.weight, norm.eps, product.weight, product.bias)
-        return made, x if self.lacks else branch
+                return norm_linear(x, norm.weight, norm.eps, product.weight, product.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class AddedProduct:
-    """A linear map that ends a block: its result, and the branch if there is one, go to the stream."""
+    """A linear map that ends a block: its result goes to the residual stream."""
 
     product: Linear
 
-    def __call__(
-        self, x: torch.Tensor, branch: torch.Tensor | None, residual: torch.Tensor, batch: ForwardBatch
-    ) -> Flow:
-        """The stream, complete."""
-        linear_add(x, self.product.weight, self.product.bias, residual, branch)
-        return residual, None
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The stream, with the result in it."""
+        linear_add(x, self.product.weight, self.product.bias, residual)
+        return residual
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMixture:
-    """A norm and a mixture of experts, whose result goes to the stream. `lacks`: its input is a branch that
-    the stream lacks, else the stream.
+    """A norm and a mixture of experts, whose result goes to the residual stream. `adds`: what comes isn't the
+    stream but a branch of it, which goes there first.
     """
 
     norm: AddNorm
     mixture: Mixture
-    lacks: bool
+    adds: bool
 
-    def __call__(
-        self, x: torch.Tensor, branch: torch.Tensor | None, residual: torch.Tensor, batch: ForwardBatch
-    ) -> Flow:
-        """The stream, complete."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The stream, with the result in it."""
         mixture = self.mixture
         residual_moe_block(
             residual,
-            x if self.lacks else None,
+            x if self.adds else None,
             self.norm.weight,
             self.norm.eps,
             mixture.router,
@@ -116,114 +83,81 @@ class StreamMixture:
             shared=mixture.shared,
             positions=mixture.positions(residual, batch),
         )
-        return residual, None
-
-
-Piece = Alone | NormedProduct | AddedProduct | StreamMixture
+        return residual
 
 
 @dataclass(frozen=True)
 class FewRows:
-    """Everything behind the embedding, for batches of up to `rows` decode rows."""
+    """Everything behind the embedding, for batches of some numbers of decode rows: what runs, by that
+    number.
+    """
 
-    pieces: tuple[Piece, ...]
-    rows: int
+    runs: Mapping[int, Sequence[Run]]
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether the batch is few decode rows, every one of which is sampled."""
-        return batch.prefill is None and batch.sample_rows is None and batch.num_decode <= self.rows
+        """Whether the batch is so many decode rows, every one of which is sampled."""
+        return batch.prefill is None and batch.sample_rows is None and batch.num_decode in self.runs
 
     def __call__(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Embeddings `[R, H]` to float32 logits `[R, V]`; the embeddings are used up."""
-        x, branch = residual, None
-        for piece in self.pieces:
-            x, branch = piece(x, branch, residual, batch)
+        x = residual
+        for run in self.runs[batch.num_decode]:
+            x = run(x, residual, batch)
         return x
 
 
 def fuse_few_rows(steps: Sequence[Step]) -> FewRows | None:
-    """The steps of a model, the embedding first, as such pieces; None where no kernel is faster so."""
-    made = _Fuser([step.run for step in steps]).pieces()
-    return FewRows(*made) if made is not None else None
+    """The other forms of a model's steps, the first of which is the embedding; None where no kernels are
+    faster so.
+    """
+    runs = [step.run for step in steps]
+    made = {rows: fused_runs(runs, rows) for rows in range(1, MOST_ROWS + 1)}
+    faster = {rows: found for rows, found in made.items() if len(found) < len(runs) - 1}
+    return FewRows(faster) if faster else None
 
 
-class _Fuser:
-    """One pass over the steps."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-
-    def pieces(self) -> tuple[tuple[Piece, ...], int] | None:
-        """The pieces and for how many rows they are; None if none is made of two steps."""
-        pieces: list[Piece] = []
-        limits: list[int] = []
-        complete = True  # x is the stream, which lacks nothing
-        pending = False  # a branch travels beside x
-        at = 1
-        while at < len(self._runs):
-            run, behind = self._runs[at], self._at(at + 1)
-            lacks = isinstance(run, AddNorm) and not complete
-            if rows := self._normed_rows(at):
-                if not lacks or self._taken_up(at + 2):
-                    assert isinstance(run, Norm | AddNorm)
-                    assert isinstance(behind, Product)
-                    pieces.append(NormedProduct(run, behind, lacks))
-                    limits.append(rows)
-                    complete, pending, at = False, pending or lacks, at + 2
-                    continue
-            elif rows := self._mixture_rows(at):
-                assert isinstance(run, AddNorm)
-                assert isinstance(behind, Mixture)
-                pieces.append(StreamMixture(run, behind, lacks))
-                limits.append(rows)
-                complete, at = True, at + 2
-                continue
-            elif (rows := self._added_rows(at)) and (
-                pending or self._normed_rows(at + 1) or self._mixture_rows(at + 1)
+def fused_runs(runs: Sequence[Run], rows: int) -> list[Run]:
+    """What runs behind the first of `runs` for so many rows."""
+    found: list[Run] = []
+    added = False  # what comes is the stream, the block ahead is in it
+    at = 1
+    while at < len(runs):
+        run = runs[at]
+        match runs[at : at + 2]:
+            case [Norm() | AddNorm() as norm, Linear() | GatedLinear() | Head() as product] if (
+                added or isinstance(norm, Norm)
+            ) and _normed(runs, at, rows):
+                found.append(NormedProduct(norm, product))
+                added, at = False, at + 2
+            case [AddNorm() as norm, Mixture() as mixture] if _mixed(runs, at, rows):
+                found.append(StreamMixture(norm, mixture, adds=not added))
+                added, at = True, at + 2
+            case [Linear() as product, AddNorm()] if linear_add_rows(product.weight) >= rows and (
+                _normed(runs, at + 1, rows) or _mixed(runs, at + 1, rows)
             ):
-                assert isinstance(run, Linear)
-                pieces.append(AddedProduct(run))
-                limits.append(rows)
-                complete, pending, at = True, False, at + 1
-                continue
-            plain = Norm(run.weight, run.eps) if isinstance(run, AddNorm) and complete else run
-            pieces.append(Alone(plain))
-            complete, at = False, at + 1
-        return (tuple(pieces), min(limits)) if limits else None
+                found.append(AddedProduct(product))
+                added, at = True, at + 1
+            case _:
+                found.append(Norm(run.weight, run.eps) if added and isinstance(run, AddNorm) else run)
+                added, at = False, at + 1
+    return found
 
-    def _at(self, index: int) -> Run | None:
-        return self._runs[index] if index < len(self._runs) else None
 
-    def _normed_rows(self, at: int) -> int:
-        """For how many rows the norm at `at` goes into a product behind it. One that ends a block doesn't
-        take it: its result goes to the stream.
-        """
-        norm, product = self._at(at), self._at(at + 1)
-        if not isinstance(norm, Norm | AddNorm) or not isinstance(product, Product):
-            return 0
-        return 0 if isinstance(self._at(at + 2), AddNorm) else norm_linear_rows(product.weight)
+def _normed(runs: Sequence[Run], at: int, rows: int) -> bool:
+    """Whether the norm at `at` goes into a product behind it. Not into one that ends a block: that one's
+    result goes to the stream.
+    """
+    match runs[at : at + 3]:
+        case [Norm() | AddNorm(), Linear() | GatedLinear() | Head(), AddNorm()]:
+            return False
+        case [Norm() | AddNorm(), Linear() | GatedLinear() | Head() as product, *_]:
+            return norm_linear_rows(product.weight) >= rows
+    return False
 
-    def _mixture_rows(self, at: int) -> int:
-        """The same of a mixture of experts, which also adds its result."""
-        norm, mixture = self._at(at), self._at(at + 1)
-        if not isinstance(norm, AddNorm) or not isinstance(mixture, Mixture) or mixture.first is not None:
-            return 0
-        if not isinstance(self._at(at + 2), AddNorm):
-            return 0
-        return residual_moe_rows(mixture.router, mixture.experts, mixture.shared)
 
-    def _added_rows(self, at: int) -> int:
-        """For how many rows the linear map at `at` adds its result to the stream itself."""
-        product = self._at(at)
-        if not isinstance(product, Linear) or not isinstance(self._at(at + 1), AddNorm):
-            return 0
-        return linear_add_rows(product.weight)
-
-    def _taken_up(self, at: int) -> bool:
-        """Whether a branch that the stream lacks is added before anyone else asks for the stream, from step
-        `at` on; or nobody does any more.
-        """
-        for index in range(at, len(self._runs)):
-            if isinstance(self._at(index + 1), AddNorm):
-                return self._added_rows(index) > 0
-        return True
+def _mixed(runs: Sequence[Run], at: int, rows: int) -> bool:
+    """Whether the norm at `at` goes into a mixture behind it, and the next one finds its result added."""
+    match runs[at : at + 3]:
+        case [AddNorm(), Mixture(first=None, gathered=False) as mixture, AddNorm()]:
+            return residual_moe_rows(mixture.router, mixture.experts, mixture.shared) >= rows
+    return False

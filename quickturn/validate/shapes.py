@@ -127,7 +127,7 @@ def _few(width: int, columns: int, bias: bool, setting: Setting) -> Iterator[Fol
     for rows in () if setting.fp8_weights else setting.rows:
         if rows <= FEW:
             for wide in (False, True):
-                yield FoldShape(rows, width, columns, wide, branch=wide, bias=bias, dtype=setting.dtype)
+                yield FoldShape(rows, width, columns, wide, bias=bias, dtype=setting.dtype)
 
 
 def _attention(attend: Attend, setting: Setting) -> Iterator[Case]:

@@ -151,42 +151,22 @@ template <>
 struct Source<Fold::kAdd> {
   TensorMap x;
   bf16* residual;
-  const bf16* branch;  // or null
-  long long residual_pitch, branch_pitch;
+  long long residual_pitch;
 };
 
-// Four elements that a result is added to.
-struct Kept {
-  uint2 residual, branch;
-};
-
-__device__ __forceinline__ Kept kept_at(const Source<Fold::kAdd>& source, const Place& place) {
-  Kept kept{};
-  kept.residual = __ldcg(
-      reinterpret_cast<const uint2*>(source.residual + place.row * source.residual_pitch + place.feature));
-  if (source.branch != nullptr)
-    kept.branch = __ldcg(
-        reinterpret_cast<const uint2*>(source.branch + place.row * source.branch_pitch + place.feature));
-  return kept;
+__device__ __forceinline__ uint2* stream_at(const Source<Fold::kAdd>& source, const Place& place) {
+  return reinterpret_cast<uint2*>(source.residual + place.row * source.residual_pitch + place.feature);
 }
 
-// residual + branch and the result are rounded, and then their sum is, as the ops in turn would.
-__device__ __forceinline__ void add4(const Source<Fold::kAdd>& source, const Kept& kept, const Place& place,
-                                     const float (&v)[4]) {
-  const uint32_t before[2] = {kept.residual.x, kept.residual.y};
-  const uint32_t added[2] = {kept.branch.x, kept.branch.y};
+// The rounded result is added to four elements of the stream, and the sum rounded, as the ops in turn would.
+__device__ __forceinline__ uint2 added4(const uint2& before, const float (&v)[4]) {
+  const uint32_t words[2] = {before.x, before.y};
   uint32_t sum[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float low = __uint_as_float(before[i] << 16), high = __uint_as_float(before[i] & 0xFFFF0000u);
-    if (source.branch != nullptr) {
-      low = rounded(low + __uint_as_float(added[i] << 16));
-      high = rounded(high + __uint_as_float(added[i] & 0xFFFF0000u));
-    }
-    sum[i] = narrow2(low + rounded(v[2 * i]), high + rounded(v[2 * i + 1]));
-  }
-  *reinterpret_cast<uint2*>(source.residual + place.row * source.residual_pitch + place.feature) =
-      make_uint2(sum[0], sum[1]);
+  for (int i = 0; i < 2; ++i)
+    sum[i] = narrow2(__uint_as_float(words[i] << 16) + rounded(v[2 * i]),
+                     __uint_as_float(words[i] & 0xFFFF0000u) + rounded(v[2 * i + 1]));
+  return make_uint2(sum[0], sum[1]);
 }
 
 // kColumns: rows of x rounded up to 8, 16, 32 or 64. kProducts: products of 64 rows that cover a tile.
@@ -213,6 +193,12 @@ __global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
   const int first_tile = blockIdx.x / args.split;
   const int first_chunk = args.chunks * static_cast<int>(rank) / args.split;
   const int chunks = args.chunks * (static_cast<int>(rank) + 1) / args.split - first_chunk;
+
+  constexpr int kStageChunks = kSlices * kSliceChunks;
+  RowNorm norm;
+  if constexpr (kNorms) {
+    if (threadIdx.x < kConsumers) norm.begin(source.x, first_chunk * kStageChunks, chunks * kStageChunks);
+  }
 
   const int boxes = args.gated ? 2 : 1;
   const int box_rows = args.tile_rows / boxes;
@@ -294,16 +280,15 @@ __global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int pitch = args.tile_rows + 4;
   float* sums = reinterpret_cast<float*>(memory + (ring - shared_address(memory)) + args.sums);
-  uint64_t x_form = 0;  // x's descriptor, and what a slice and a product add to it
-  int x_slice = 0, x_product = 0;
+  uint32_t normed = 0;  // where x lies, and how far on that of the next product
+  int x_pitch = 0, x_step = 0;
   if constexpr (kNorms) {
-    __shared__ float partial[kNormRows * kMaxVirtualWarps];
-    const uint32_t rows_at = ring - source.x.bytes;
-    norm_to_shared(source.x, args.rows, rows_at, first_chunk * kSlices * kSliceChunks,
-                   chunks * kSlices * kSliceChunks, partial);
-    x_form = operand_form(source.x.pitch) + ((rows_at & 0x3FFFF) >> 4);
-    x_slice = slice_step(source.x.pitch);
-    x_product = product_step(source.x.pitch);
+    __shared__ alignas(16) float partial[kNormRows * kVirtualWarps];
+    normed = ring - source.x.bytes;
+    wait_for_predecessors();
+    norm.run(source.x, args.rows, normed, first_chunk * kStageChunks, chunks * kStageChunks, partial);
+    x_pitch = chunk_pitch(args.rows);
+    x_step = 2 * chunk_place(x_pitch, 0, 1);
   } else if constexpr (kFold == Fold::kAdd) {
     // Whoever reads the residual stream ahead of us has finished then, too: each kernel in between waits for
     // all before it, and so is complete only after them.
@@ -313,17 +298,19 @@ __global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
   uint32_t parity = 0;
   for (int tile = first_tile; tile < args.tiles; tile += args.tile_step) {
     // Requested now, needed last. A thread rarely has more than one place.
-    Kept ahead{};
+    uint2 ahead{};
     if constexpr (kFold == Fold::kAdd) {
       const Place place = place_of(args, tile, rank, threadIdx.x);
       if (static_cast<int>(threadIdx.x) < places(args) && place.feature < args.features)
-        ahead = kept_at(source, place);
+        ahead = __ldcg(stream_at(source, place));
     }
     auto store = [&](int item, const Place& place, const float(&value)[4]) {
-      if constexpr (kFold == Fold::kAdd)
-        add4(source, item == static_cast<int>(threadIdx.x) ? ahead : kept_at(source, place), place, value);
-      else
+      if constexpr (kFold == Fold::kAdd) {
+        uint2* to = stream_at(source, place);
+        *to = added4(item == static_cast<int>(threadIdx.x) ? ahead : __ldcg(to), value);
+      } else {
         store4(args, place.row, place.feature, value);
+      }
     };
     float sum[kProducts][kColumns / 2];
     int previous = -1;
@@ -335,7 +322,8 @@ __global__ void __launch_bounds__(kColumns* kProducts >= 128 ? 320 : 512)
         const uint32_t at = ring + stage * stage_bytes + slice * slice_bytes;
 #pragma unroll
         for (int step = 0; step < kSwizzled / 16; ++step) {
-          const uint64_t b = kNorms ? x_form + (i * kSlices + slice) * x_slice + step * x_product
+          const int product = (i * kSlices + slice) * (kSwizzled / 16) + step;
+          const uint64_t b = kNorms ? chunks_operand(normed + product * x_step, x_pitch)
                                     : operand(at + weight_bytes + step * 32);
 #pragma unroll
           for (int part = 0; part < kProducts; ++part)

@@ -1,8 +1,10 @@
-// Where the 16-byte chunks of a small right operand lie in shared memory, in either of two layouts, and how
-// a product's descriptor finds them. Plain arithmetic, so that it can be checked without a GPU.
+// Where the 16-byte chunks of a small right operand lie in shared memory, and how a product's descriptor
+// finds them. Plain arithmetic, so that it can be checked without a GPU.
 //
-// A product of 16 columns of K reads, for each of its 8 rows, two chunks of 8 columns. What it reads for rows
-// beyond those of x is nowhere used, and may be anything.
+// A product of 16 columns of K reads, for each of its 8 rows, two chunks of 8 columns: 8 chunks that adjoin
+// for the rows, and 8 more a given distance on. Chunk c of row r lies at (c * pitch + r) * 16: there is room
+// for the rows of x alone, and what the product reads beyond them belongs to other chunks, or to nobody.
+// Those columns of the result are nowhere used.
 #pragma once
 #include <cstdint>
 
@@ -16,38 +18,27 @@ namespace quickturn {
 
 constexpr int kChunkBytes = 16;
 constexpr int kChunkColumns = 8;
-constexpr int kOperandRows = 8;
-constexpr int kSliceChunks = 8;  // 64 columns, 128 bytes: the width of the swizzle
+constexpr int kSliceChunks = 8;  // 64 columns
 
-// `pitch`: chunks from one chunk of a row to its next; odd, so that a row is written without bank conflicts,
-// and at least the rows. 0: slices of 8 rows in the copy engine's 128-byte swizzle.
-//
-// A chunk lies at chunk_place for row 0, and for any row at row_place of that.
-QT_HOST_DEVICE int chunk_place(int pitch, int chunk) {
-  if (pitch > 0) return chunk * pitch * kChunkBytes;
-  return (chunk / kSliceChunks * kOperandRows * kSliceChunks + chunk % kSliceChunks) * kChunkBytes;
-}
-QT_HOST_DEVICE int row_place(int pitch, int place, int row) {
-  if (pitch > 0) return place + row * kChunkBytes;
-  return (place + row * kSliceChunks * kChunkBytes) ^ row * kChunkBytes;
-}
+// Chunks from one chunk of a row to its next: odd, so that a row is written without bank conflicts.
+QT_HOST_DEVICE int chunk_pitch(int rows) { return rows | 1; }
 
-// Bytes that slices of 64 columns take.
+QT_HOST_DEVICE int chunk_place(int pitch, int row, int chunk) { return (chunk * pitch + row) * kChunkBytes; }
+
+// Bytes that slices of 64 columns take, rounded up to what the ring behind them is aligned to.
 QT_HOST_DEVICE int operand_bytes(int pitch, int slices) {
-  return slices * kSliceChunks * (pitch > 0 ? pitch : kOperandRows) * kChunkBytes;
+  return (slices * kSliceChunks * pitch * kChunkBytes + 1023) / 1024 * 1024;
 }
 
-// The descriptor less its address, and what a slice and a step of 16 columns add to it. Without the swizzle a
-// product's two chunks lie the leading (and here, with 8 rows, also the stride) offset apart.
-QT_HOST_DEVICE uint64_t operand_form(int pitch) {
-  if (pitch > 0) return static_cast<uint64_t>(pitch) << 16 | static_cast<uint64_t>(pitch) << 32;
-  return 1ull << 16 | 64ull << 32 | 1ull << 62;
+// The descriptor, without a swizzle, of the 16 columns of the two chunks at `address` and behind it. The
+// distance is the leading offset; with 8 rows the stride offset has no meaning.
+QT_HOST_DEVICE uint64_t chunks_operand(uint32_t address, int pitch) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(pitch) << 16 |
+         static_cast<uint64_t>(pitch) << 32;
 }
-QT_HOST_DEVICE int slice_step(int pitch) { return pitch > 0 ? kSliceChunks * pitch : 64; }
-QT_HOST_DEVICE int product_step(int pitch) { return pitch > 0 ? 2 * pitch : 2; }
 
-// The order in which norm.cu sums a row: threads of `virtual_warps` warps, two vectors each, `apart` of each
-// other. Whoever sums in this order gets its bits.
+// The order in which norm.cu sums a row: threads of `virtual_warps` warps, two vectors each, `warps` * 32
+// vectors apart. Whoever sums in this order gets its bits.
 QT_HOST_DEVICE int virtual_warps(int vectors) { return ((vectors + 1) / 2 + 31) / 32; }
 QT_HOST_DEVICE int vector_of(int warp, int lane, int half, int warps) {
   return warp * 32 + lane + half * warps * 32;

@@ -7,19 +7,15 @@ from quickturn_kernels import cuda_build
 from quickturn_kernels.ops.linear import PLAIN, LinearWeight
 from quickturn_kernels.ops.norm_linear import reference
 from quickturn_kernels.ops.norm_linear.hopper_launch import (
-    MAX_COLUMNS,
-    MAX_ROWS,
+    MAX_ADD_ROWS,
     launch_add,
     launch_norm,
+    rows_that_pay,
     takes_add,
     takes_norm,
 )
 from quickturn_kernels.platform import HOPPER
 from quickturn_kernels.registry import Priority, register
-
-FASTER_NORM_ROWS = MAX_ROWS
-FASTER_ADD_ROWS = MAX_ROWS
-"""Up to so many rows a norm, and an addition, cost less inside a product than a norm's launch does."""
 
 if cuda_build.available((9, 0)):
 
@@ -32,8 +28,7 @@ if cuda_build.available((9, 0)):
         priority=Priority.SPECIALIZED,
     )
     def norm_linear(
-        residual: Tensor,
-        branch: Tensor | None,
+        x: Tensor,
         norm_weight: Tensor,
         eps: float,
         weight: LinearWeight,
@@ -42,13 +37,11 @@ if cuda_build.available((9, 0)):
     ) -> Tensor:
         """See `quickturn_kernels.norm_linear`."""
         plain = weight.tensors[0]
-        dtype = residual.dtype if out_dtype is None else out_dtype
-        if dtype not in (torch.bfloat16, torch.float32) or not takes_norm(
-            residual, branch, norm_weight, plain, bias
-        ):
-            return reference.norm_linear(residual, branch, norm_weight, eps, weight, bias, out_dtype)
-        out = torch.empty((residual.shape[0], plain.shape[0]), dtype=dtype, device=residual.device)
-        launch_norm(residual, branch, norm_weight, eps, plain, bias, out)
+        dtype = x.dtype if out_dtype is None else out_dtype
+        if dtype not in (torch.bfloat16, torch.float32) or not takes_norm(x, norm_weight, plain, bias):
+            return reference.norm_linear(x, norm_weight, eps, weight, bias, out_dtype)
+        out = torch.empty((x.shape[0], plain.shape[0]), dtype=dtype, device=x.device)
+        launch_norm(x, norm_weight, eps, plain, bias, out)
         return out
 
     @register(
@@ -60,8 +53,7 @@ if cuda_build.available((9, 0)):
         priority=Priority.SPECIALIZED,
     )
     def norm_linear_silu_and_mul(
-        residual: Tensor,
-        branch: Tensor | None,
+        x: Tensor,
         norm_weight: Tensor,
         eps: float,
         weight: LinearWeight,
@@ -69,11 +61,10 @@ if cuda_build.available((9, 0)):
     ) -> Tensor:
         """See `quickturn_kernels.norm_linear_silu_and_mul`."""
         plain = weight.tensors[0]
-        if not takes_norm(residual, branch, norm_weight, plain, bias):
-            return reference.norm_linear_silu_and_mul(residual, branch, norm_weight, eps, weight, bias)
-        size = (residual.shape[0], plain.shape[0] // 2)
-        out = torch.empty(size, dtype=residual.dtype, device=residual.device)
-        launch_norm(residual, branch, norm_weight, eps, plain, bias, out, gated=True)
+        if not takes_norm(x, norm_weight, plain, bias):
+            return reference.norm_linear_silu_and_mul(x, norm_weight, eps, weight, bias)
+        out = torch.empty((x.shape[0], plain.shape[0] // 2), dtype=x.dtype, device=x.device)
+        launch_norm(x, norm_weight, eps, plain, bias, out, gated=True)
         return out
 
     @register(
@@ -84,15 +75,13 @@ if cuda_build.available((9, 0)):
         traits={"layout": {PLAIN}, "rows": {"few"}},
         priority=Priority.SPECIALIZED,
     )
-    def linear_add(
-        x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor, branch: Tensor | None
-    ) -> None:
+    def linear_add(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor) -> None:
         """See `quickturn_kernels.linear_add`."""
         plain = weight.tensors[0]
-        if takes_add(x, plain, bias, residual, branch):
-            launch_add(x, plain, bias, residual, branch)
+        if takes_add(x, plain, bias, residual):
+            launch_add(x, plain, bias, residual)
         else:
-            reference.linear_add(x, weight, bias, residual, branch)
+            reference.linear_add(x, weight, bias, residual)
 
     @register(
         "norm_linear_rows",
@@ -104,8 +93,7 @@ if cuda_build.available((9, 0)):
     )
     def norm_linear_rows(weight: LinearWeight) -> int:
         """See `quickturn_kernels.norm_linear_rows`."""
-        columns = weight.shape[1]
-        return FASTER_NORM_ROWS if columns % 8 == 0 and columns <= MAX_COLUMNS else 0
+        return rows_that_pay(*weight.shape)
 
     @register(
         "linear_add_rows",
@@ -117,4 +105,4 @@ if cuda_build.available((9, 0)):
     )
     def linear_add_rows(weight: LinearWeight) -> int:
         """See `quickturn_kernels.linear_add_rows`."""
-        return FASTER_ADD_ROWS if weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0 else 0
+        return MAX_ADD_ROWS if weight.shape[0] % 8 == 0 and weight.shape[1] % 8 == 0 else 0

@@ -23,80 +23,72 @@ from quickturn_kernels.ops.linear.hopper_launch import choose as choose_plain
 from quickturn_kernels.ops.linear.hopper_launch import takes as takes_plain
 from quickturn_kernels.platform import describe
 
-MAX_ROWS = 8
-"""More rows than this are more columns of a product, and a norm's launch is small beside them."""
+MAX_NORM_ROWS, MAX_COLUMNS = 4, 4096
+"""Of a norm: each thread of a block holds its part of all rows in registers."""
 
-MAX_COLUMNS = 8192
-"""Of a norm: all of it lies in shared memory, and its sums have places for so many."""
-
-SWIZZLED = 0
-"""The chunk pitch that stands for rows of 128 bytes in the copy engine's swizzle, always eight of them."""
+MAX_ADD_ROWS = 8
+"""More rows than this are more columns of a product."""
 
 
-def chunk_pitch(rows: int) -> int:
-    """How the normed rows lie in shared memory: chunks of 16 bytes from one of a row to its next, an odd
-    number; eight rows fill the swizzled layout.
+def rows_that_pay(weight_rows: int, columns: int) -> int:
+    """Up to how many rows the norm costs less inside the product than as a kernel ahead of it, as measured
+    (docs/performance/linear.md).
+
+    Ahead, a norm overlaps with the first weights on their way; inside, every block does it again, and its
+    products wait for it. That is long for a row of many columns, and beside a small weight.
     """
-    return SWIZZLED if rows == MAX_ROWS else rows | 1
+    if columns % 8 or columns > MAX_COLUMNS:
+        return 0
+    if columns <= 2048:
+        return 2 if weight_rows * columns >= 20 << 20 else 0
+    return 1 if weight_rows * columns >= 64 << 20 else 0
 
 
-def takes_norm(
-    residual: Tensor, branch: Tensor | None, norm_weight: Tensor, weight: Tensor, bias: Tensor | None
-) -> bool:
+def takes_norm(x: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `launch_norm` can do this: rows that are read 16 bytes at a time."""
     return (
-        takes_plain(residual, weight, bias)
-        and residual.shape[0] <= MAX_ROWS
-        and residual.shape[1] <= MAX_COLUMNS
-        and norm_weight.dtype in (residual.dtype, torch.float32)
+        takes_plain(x, weight, bias)
+        and x.shape[0] <= MAX_NORM_ROWS
+        and x.shape[1] <= MAX_COLUMNS
+        and norm_weight.dtype in (x.dtype, torch.float32)
         and norm_weight.is_contiguous()
         and norm_weight.data_ptr() % 16 == 0
-        and (branch is None or _beside(branch, residual))
     )
 
 
-def takes_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, branch: Tensor | None
-) -> bool:
+def takes_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
     """Whether `launch_add` can do this."""
     return (
         takes_plain(x, weight, bias)
-        and x.shape[0] <= MAX_ROWS
+        and x.shape[0] <= MAX_ADD_ROWS
         and residual.dtype == x.dtype
         and residual.shape[1] % 8 == 0
-        and _aligned(residual)
-        and (branch is None or _beside(branch, residual))
+        and residual.stride(1) == 1
+        and residual.stride(0) % 8 == 0
+        and residual.data_ptr() % 16 == 0
     )
 
 
-def _beside(branch: Tensor, residual: Tensor) -> bool:
-    return branch.dtype == residual.dtype and branch.shape == residual.shape and _aligned(branch)
-
-
-def _aligned(rows: Tensor) -> bool:
-    return rows.stride(1) == 1 and rows.stride(0) % 8 == 0 and rows.data_ptr() % 16 == 0
-
-
 @cache
-def choose(rows: int, weight_rows: int, columns: int, gated: bool, pitch: int) -> Plan:
+def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
     """The plan of `ops.linear` with as many stages as fit beside the normed rows."""
     plan = Plan(*geometry(weight_rows, columns), MIN_STAGES, trigger=AT_ONCE)
     features = weight_rows // 2 if gated else weight_rows
     fitting = [
         n
         for n in range(MIN_STAGES, MAX_STAGES + 1)
-        if shared_memory(rows, features, columns, gated, replace(plan, stages=n), pitch) <= RING_LIMIT
+        if shared_memory(rows, features, columns, gated, replace(plan, stages=n)) <= RING_LIMIT
     ]
     return replace(plan, stages=max(fitting, default=MIN_STAGES))
 
 
-def shared_memory(rows: int, features: int, columns: int, gated: bool, plan: Plan, pitch: int) -> int:
+def shared_memory(rows: int, features: int, columns: int, gated: bool, plan: Plan) -> int:
     """Bytes of dynamic shared memory that the kernel with a norm will ask for (as computed in
     norm_linear.cu).
     """
     slices = 2 if plan.tile_rows <= 64 else 1
     chunks = -(-columns // (64 * slices))
-    normed = -(-chunks // plan.split) * slices * 8 * (pitch or MAX_ROWS) * 16
+    normed = -(-chunks // plan.split) * slices * 8 * (rows | 1) * 16
     ring = plan.stages * slices * plan.tile_rows * 128
     sums = rows * (plan.tile_rows + 4) * 4
     tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
@@ -106,8 +98,7 @@ def shared_memory(rows: int, features: int, columns: int, gated: bool, plan: Pla
 
 
 def launch_norm(
-    residual: Tensor,
-    branch: Tensor | None,
+    x: Tensor,
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
@@ -116,24 +107,19 @@ def launch_norm(
     *,
     gated: bool = False,
     plan: Plan | None = None,
-    pitch: int | None = None,
 ) -> None:
-    """`out = rms_norm(residual + branch) @ weight.T + bias`; with `gated`, silu of its first half times the
-    second half. out: bfloat16 or float32 [T, N or N / 2], contiguous. plan, pitch: by default the chosen
-    ones. Raises RuntimeError if the launch fails.
+    """`out = rms_norm(x) @ weight.T + bias`; with `gated`, silu of its first half times the second half. out:
+    bfloat16 or float32 [T, N or N / 2], contiguous. plan: by default the chosen one. Raises RuntimeError if
+    the launch fails.
     """
-    rows, columns = residual.shape
-    pitch = chunk_pitch(rows) if pitch is None else pitch
-    plan = choose(rows, weight.shape[0], columns, gated, pitch) if plan is None else plan
-    code = _norm_function(residual.device)(
-        residual.data_ptr(),
-        residual.stride(0),
-        None if branch is None else branch.data_ptr(),
-        0 if branch is None else branch.stride(0),
+    rows, columns = x.shape
+    plan = choose(rows, weight.shape[0], columns, gated) if plan is None else plan
+    code = _norm_function(x.device)(
+        x.data_ptr(),
+        x.stride(0),
         norm_weight.data_ptr(),
         norm_weight.dtype == torch.float32,
         eps,
-        pitch,
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -143,24 +129,19 @@ def launch_norm(
         gated,
         out.dtype == torch.float32,
         ctypes.byref(structure(plan)),
-        torch.cuda.current_stream(residual.device).cuda_stream,
+        torch.cuda.current_stream(x.device).cuda_stream,
     )
     if code != 0:
-        shapes = f"{tuple(residual.shape)} x {tuple(weight.shape)}"
-        raise RuntimeError(f"norm and linear {shapes}, {plan}, pitch {pitch}: CUDA error {code}")
+        raise RuntimeError(
+            f"norm and linear {tuple(x.shape)} x {tuple(weight.shape)}, {plan}: CUDA error {code}"
+        )
 
 
 def launch_add(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    branch: Tensor | None,
-    *,
-    plan: Plan | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *, plan: Plan | None = None
 ) -> None:
-    """`residual += branch; residual += x @ weight.T + bias`. plan: by default that of `ops.linear`. Raises
-    RuntimeError if the launch fails.
+    """`residual += x @ weight.T + bias`. plan: by default that of `ops.linear`. Raises RuntimeError if the
+    launch fails.
     """
     rows, columns = x.shape
     plan = choose_plain(rows, weight.shape[0], columns, False) if plan is None else plan
@@ -171,8 +152,6 @@ def launch_add(
         None if bias is None else bias.data_ptr(),
         residual.data_ptr(),
         residual.stride(0),
-        None if branch is None else branch.data_ptr(),
-        0 if branch is None else branch.stride(0),
         rows,
         residual.shape[1],
         columns,
@@ -180,8 +159,9 @@ def launch_add(
         torch.cuda.current_stream(x.device).cuda_stream,
     )
     if code != 0:
-        shapes = f"{tuple(x.shape)} x {tuple(weight.shape)}"
-        raise RuntimeError(f"linear and add {shapes}, {plan}: CUDA error {code}")
+        raise RuntimeError(
+            f"linear and add {tuple(x.shape)} x {tuple(weight.shape)}, {plan}: CUDA error {code}"
+        )
 
 
 _POINTER, _WHOLE, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
@@ -194,11 +174,8 @@ def _norm_function(device: torch.device) -> "ctypes._FuncPointer":
         _POINTER,
         _LONG,
         _POINTER,
-        _LONG,
-        _POINTER,
         _WHOLE,
         ctypes.c_float,
-        _WHOLE,
         *[_POINTER] * 3,
         *[_WHOLE] * 5,
         *[_POINTER] * 2,
@@ -214,8 +191,6 @@ def _add_function(device: torch.device) -> "ctypes._FuncPointer":
         _POINTER,
         _LONG,
         *[_POINTER] * 3,
-        _LONG,
-        _POINTER,
         _LONG,
         *[_WHOLE] * 3,
         *[_POINTER] * 2,
