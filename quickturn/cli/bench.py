@@ -115,6 +115,9 @@ def latency(
     max_requests: Annotated[int, typer.Option(help="most requests that run together")] = 64,
     max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
     steps: Annotated[int, typer.Option(help="decode steps of one shape")] = 128,
+    skip_prompts: Annotated[
+        bool, typer.Option("--skip-prompts", help="decode behind a cache of zeros: prompts aren't computed")
+    ] = False,
     repeats: Annotated[int, typer.Option(help="repetitions of a first token")] = 5,
     output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
 ) -> None:
@@ -123,6 +126,7 @@ def latency(
 
     from quickturn.bench import latency as bench
     from quickturn.bench.offline import OfflineBench, machine
+    from quickturn.engine.core import EngineCore
     from quickturn.engine.start import pick_device
 
     config = options.engine_config(
@@ -149,12 +153,17 @@ def latency(
     running = OfflineBench(config)
     running.prefill_once(8)
     start_seconds = time.perf_counter() - started
+    if skip_prompts:
+        if first_token or at_once or not isinstance(running.core, EngineCore):
+            raise typer.BadParameter("--skip-prompts is for decode shapes on one rank alone")
+        running.core.skip_prompts()
     typer.echo(f"memory roof {rate / 1e9:.0f} GB/s, first token after {start_seconds:.1f} s")
     result: dict[str, object] = {
         "machine": machine(),
         "config": asdict(config),
         "copy_bytes_per_second": rate,
         "start_to_first_token_seconds": start_seconds,
+        "prompts_skipped": skip_prompts,
     }
     shapes = []
     for batch, context in _tuples(decode, 2):

@@ -264,6 +264,10 @@ class EngineCore:
         """Bytes of the arena."""
         return self._started.layout.total_bytes
 
+    def skip_prompts(self) -> None:
+        """See `ModelRunner.skip_prompts`."""
+        self._runner.skip_prompts()
+
     def step_bytes(self, rows: int, context: int) -> int:
         """The least bytes that a decode step moves: each weight that it needs once, the cache of `rows`
         contexts, and each state to and fro.

@@ -167,6 +167,21 @@ class Runner:
         done.record()
         return pending
 
+    def skip_prompts(self) -> None:
+        """From now on prompts outside of CUDA graphs aren't computed: their logits are zeros, and the cache
+        holds for them what it held before. For measuring decode steps behind contexts that take long to
+        compute.
+        """
+        compute, vocab = self._model.forward, self._model.vocab_size
+
+        def forward(batch: ForwardBatch) -> torch.Tensor:
+            if batch.prefill is None:
+                return compute(batch)
+            rows = batch.token_ids.shape[0] if batch.sample_rows is None else batch.sample_rows.shape[0]
+            return torch.zeros((rows, vocab), dtype=torch.float32, device=self._device)
+
+        self._model.forward = forward  # type: ignore[method-assign]
+
     @torch.inference_mode()
     def help_out(self, groups: GroupCounts) -> None:
         """Take part in a step in which this rank's group has nothing to run, by rows of padding."""
