@@ -147,21 +147,15 @@ def test_peer_answers_the_same_requests(checkpoints: Checkpoints) -> None:
 
 
 def test_skipped_prompts_leave_a_blank_cache_and_true_decode_steps(checkpoints: Checkpoints) -> None:
-    """Of a blank prompt nothing is known: any two end alike, and the steps behind them are computed."""
+    """A prompt's own logits are zeros, and the steps behind it are computed."""
     running = bench(checkpoints("llama"))
     vocab = running.core.ready().vocab_size
     running.core.skip_prompts()  # type: ignore[union-attr]
 
-    def answer(seed: int) -> list[int]:
-        prompt = np.random.default_rng(seed).integers(0, vocab, 30, dtype=np.int32)
-        running.ask(prompt, 6)
-        tokens: list[int] = []
-        while running.core.has_work():
-            tokens += [token for output in running.core.step().outputs for token in output.tokens]
-        return tokens
-
-    first, second = answer(1), answer(2)
-    assert first == second
-    assert first[0] == 0
-    assert any(first[1:])
+    running.ask(np.random.default_rng(1).integers(0, vocab, 30, dtype=np.int32), 6)
+    tokens: list[int] = []
+    while running.core.has_work():
+        tokens += [token for output in running.core.step().outputs for token in output.tokens]
+    assert tokens[0] == 0
+    assert any(tokens[1:])
     assert decode_shape(running, 2, 50, 3, 1e9).batch == 2
