@@ -1,12 +1,14 @@
 """A long prompt beside a user who is being answered, and more users than can be served well: what they get
-before and after a promise is set.
+under the default promise (no gap between tokens beyond twice the steady one) and under an explicit one.
 
     python benchmarks/promise.py --json benchmarks/results/promise_cpu.json
-    python benchmarks/promise.py benchmarks/shapes/qwen3-8b --reader 4094 --newcomer 65535 \
-        --serve "--load-format dummy --dtype bfloat16 --max-context 70000" --json promise_h200.json
+    python benchmarks/promise.py benchmarks/shapes/qwen3-8b --reader 4094 --newcomer 65535 --in-process \
+        --default-only --users 0 --repeats 1 --limit 20 --json promise_h200.json \
+        --serve "--load-format dummy --dtype bfloat16 --max-context 70000"
 
 The first needs nothing but the embedded model. With `--in-process` the engine runs in this process and
-nothing of the server is needed; then nobody is turned away. Times are the client's.
+nothing of the server is needed; then nobody is turned away, and what the engine expected of its steps is
+told beside what they took. Times are the client's. The file is written anew after each measurement.
 """
 
 import argparse
@@ -16,39 +18,52 @@ import json
 import os
 import platform
 import shlex
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from promise_doors import Door, InProcess, Server, TurnedAway, serving, with_tokenizer
 
 STEADY = 40
 """Tokens of the reader before the newcomer comes; the first quarter isn't counted."""
 CROWD_PROMPT, CROWD_ANSWER = 128, 48
-WAIT_S = 3.0
-"""How long a request waits for a place here."""
-START_S = 900
 
 
 @dataclass(frozen=True)
 class Beside:
     """Gaps between the reader's tokens in milliseconds, alone and while the newcomer's prompt is computed,
-    and the newcomer's seconds to the first token, alone and beside the reader.
+    what they may be, and the newcomer's seconds to the first token, alone and beside the reader. `finished`:
+    false if it had none when the time was over. `steps`: of an engine in this process, how the steps beside
+    the reader compared with what was expected of them.
     """
 
     steady_gap_ms: float
+    bound_ms: float
     gap_median_ms: float
     gap_p99_ms: float
     gap_max_ms: float
+    share_over_bound: float
+    held: bool
     newcomer_alone_s: float
     newcomer_beside_s: float
     newcomer_ratio: float
+    finished: bool
+    steps: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return (
+            f"reader: steady {self.steady_gap_ms} ms, beside p99 {self.gap_p99_ms} ms (median"
+            f" {self.gap_median_ms}, most {self.gap_max_ms}), bound {self.bound_ms} ms:"
+            f" {'held' if self.held else 'broken'}, {self.share_over_bound:.1%} of gaps over it; newcomer:"
+            f" {self.newcomer_beside_s} s, {self.newcomer_ratio} x alone"
+            f"{'' if self.finished else ' and not there yet'}; {self.steps or ''}"
+        )
 
 
 @dataclass(frozen=True)
@@ -63,145 +78,94 @@ class Crowd:
     tps_least: float
 
 
-class TurnedAway(Exception):
-    """429; its argument is the seconds of Retry-After."""
-
-
-class Door(Protocol):
-    """A way into an engine."""
-
-    vocabulary: int
-
-    def stream(self, prompt: list[int], tokens: int) -> AsyncIterator[float]:
-        """When each token came. Raises TurnedAway."""
-
-
-class Server:
-    """A server process, through HTTP."""
-
-    def __init__(self, url: str, vocabulary: int) -> None:
-        import httpx
-
-        self.vocabulary = vocabulary
-        self._url = url
-        self._client = httpx.AsyncClient(timeout=None)
-
-    async def stream(self, prompt: list[int], tokens: int) -> AsyncIterator[float]:
-        """See `Door`."""
-        body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "temperature": 0, "ignore_eos": True}
-        async with self._client.stream("POST", f"{self._url}/completions", json=body) as answer:
-            if answer.status_code == 429:
-                raise TurnedAway(int(answer.headers["retry-after"]))
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    yield time.perf_counter()
-
-
-class InProcess:
-    """An engine in this process."""
-
-    def __init__(self, model: str, options: list[str], promise: float) -> None:
-        from quickturn.config import EngineConfig
-        from quickturn.engine.core import EngineCore
-
-        fields = {name.removeprefix("--").replace("-", "_"): value for name, value in pairs(options)}
-        numbers = {name: int(value) if value.isdecimal() else value for name, value in fields.items()}
-        config = EngineConfig(model, min_tps_per_user=promise, **numbers)  # type: ignore[arg-type]
-        self._core = EngineCore(config)
-        self.vocabulary = self._core.ready().vocab_size
-        self._queues: dict[int, asyncio.Queue[float | None]] = {}
-        self._runs: asyncio.Task[None] | None = None
-        self._ids = 0
-
-    async def stream(self, prompt: list[int], tokens: int) -> AsyncIterator[float]:
-        """See `Door`."""
-        from quickturn.engine.messages import AddRequest, CancelRequest
-        from quickturn.sampling_params import SamplingParams
-
-        self._ids += 1
-        id = self._ids
-        queue = self._queues[id] = asyncio.Queue()
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        packed = np.array(prompt, dtype=np.int32).tobytes()
-        self._core.add(AddRequest(id, packed, sampling, time.monotonic()))
-        if self._runs is None or self._runs.done():
-            self._runs = asyncio.create_task(self._run())
-        try:
-            while (came := await queue.get()) is not None:
-                yield came
-        finally:
-            del self._queues[id]
-            self._core.cancel(CancelRequest(id))
-
-    async def _run(self) -> None:
-        while self._core.has_work():
-            outputs = self._core.step().outputs
-            self._core.news()
-            now = time.perf_counter()
-            for output in outputs:
-                queue = self._queues.get(output.id)
-                if queue is None:
-                    continue
-                for _ in output.tokens:
-                    queue.put_nowait(now)
-                if output.finish:
-                    queue.put_nowait(None)
-            await asyncio.sleep(0)
-
-
-def pairs(options: list[str]) -> list[tuple[str, str]]:
-    """`--name value` each."""
-    return list(zip(options[::2], options[1::2], strict=True))
-
-
 async def first_token(door: Door, prompt: list[int]) -> float:
     """Seconds to it."""
     began = time.perf_counter()
-    stream = door.stream(prompt, 1)
-    async for came in stream:
-        return came - began
+    async with contextlib.aclosing(door.stream(prompt, 1)) as stream:
+        async for came in stream:
+            return came - began
     raise RuntimeError("there was no token")
 
 
-async def measure_beside(door: Door, reader: int, newcomer: int, random: np.random.Generator) -> Beside:
-    """One reader, and one long prompt in the middle of its answer."""
+async def measure_beside(
+    door: Door, sizes: tuple[int, int], promise: float, limit: float, random: np.random.Generator
+) -> Beside:
+    """One reader, and one long prompt in the middle of its answer; `sizes`: tokens of their prompts. After
+    `limit` seconds the newcomer is given up.
+    """
+    reader, newcomer = sizes
 
     def prompt(length: int) -> list[int]:
         return [int(token) for token in random.integers(0, door.vocabulary, length)]
 
-    await first_token(door, prompt(newcomer))  # what is learned and compiled along the way
     alone = await first_token(door, prompt(newcomer))
     times: list[float] = []
     steady, over = asyncio.Event(), asyncio.Event()
 
     async def read() -> None:
-        stream = door.stream(prompt(reader), 1 << 20)
-        async for came in stream:
-            times.append(came)
-            if len(times) == STEADY:
-                steady.set()
-            if over.is_set():
-                break
-        await stream.aclose()  # type: ignore[attr-defined]
+        async with contextlib.aclosing(door.stream(prompt(reader), 1 << 20)) as stream:
+            async for came in stream:
+                times.append(came)
+                if len(times) == STEADY:
+                    steady.set()
+                if over.is_set():
+                    return
+        raise RuntimeError("the reader's answer ended before the newcomer's began: its context is full")
 
     reading = asyncio.create_task(read())
-    await asyncio.wait({reading, asyncio.create_task(steady.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    waiting = asyncio.create_task(steady.wait())
+    await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    if reading.done():
+        waiting.cancel()
+        reading.result()
+    door.take_steps()
     began, at = time.perf_counter(), len(times)
-    beside = await first_token(door, prompt(newcomer))
+    finished = True
+    try:
+        beside = await asyncio.wait_for(first_token(door, prompt(newcomer)), limit)
+    except TimeoutError:
+        beside, finished = time.perf_counter() - began, False
     over.set()
     await reading
     before = np.diff(times[STEADY // 4 : at]) * 1e3
     during = np.diff([moment for moment in times[at - 1 :] if moment <= began + beside]) * 1e3
+    bound = 1e3 / promise if promise else 2 * float(np.median(before))
+    p99 = float(np.quantile(during, 0.99))
     return Beside(
         steady_gap_ms=round(float(np.median(before)), 3),
+        bound_ms=round(bound, 3),
         gap_median_ms=round(float(np.median(during)), 3),
-        gap_p99_ms=round(float(np.quantile(during, 0.99)), 3),
+        gap_p99_ms=round(p99, 3),
         gap_max_ms=round(float(during.max()), 3),
+        share_over_bound=round(float((during > bound).mean()), 4),
+        held=p99 <= bound,
         newcomer_alone_s=round(alone, 3),
         newcomer_beside_s=round(beside, 3),
         newcomer_ratio=round(beside / alone, 3),
+        finished=finished,
+        steps=summary(door.take_steps()),
     )
+
+
+def summary(steps: list[tuple[int, float, float]]) -> dict[str, float]:
+    """Of steps with prompts beside decoding rows: how many, their prompt tokens, and what they took as a
+    multiple of what was expected.
+    """
+    if not steps:
+        return {}
+    tokens, expected, took = np.array(steps).T
+    off = took / np.maximum(expected, 1e-9)
+    figures = {
+        "count": len(steps),
+        "prompt_tokens_median": np.median(tokens),
+        "prompt_tokens_most": tokens.max(),
+        "took_ms_median": np.median(took),
+        "took_ms_p99": np.quantile(took, 0.99),
+        "took_over_expected_median": np.median(off),
+        "took_over_expected_p90": np.quantile(off, 0.9),
+        "took_over_expected_p99": np.quantile(off, 0.99),
+    }
+    return {name: round(float(figure), 3) for name, figure in figures.items()}
 
 
 async def measure_crowd(door: Door, users: int, random: np.random.Generator) -> Crowd:
@@ -230,102 +194,75 @@ async def measure_crowd(door: Door, users: int, random: np.random.Generator) -> 
     )
 
 
-@contextlib.contextmanager
-def serving(model: str, options: list[str], promise: float) -> Iterator[str]:
-    """A server's address while it runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "quickturn", "serve", model, "--port", str(port), *options]
-    if promise:
-        command += ["--min-tps-per-user", str(promise), "--max-queue-wait", str(WAIT_S)]
-    process = subprocess.Popen([*command, "--log-level", "warning"])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(url, process)
-        yield f"{url}/v1"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    """Raises RuntimeError if it ends first or takes too long."""
-    import httpx
-
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"the server did not start: status {process.poll()}")
-
-
-def with_tokenizer(model: str, folder: Path) -> str:
-    """A shape has no tokenizer: one that has a word for each of its tokens goes beside a copy of it."""
-    config = Path(model) / "config.json"
-    if not config.is_file() or (Path(model) / "tokenizer.json").is_file():
-        return model
-    from tokenizers import Tokenizer, decoders, models
-
-    described = json.loads(config.read_text())
-    size = described.get("text_config", described)["vocab_size"]
-    tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(size)}, unk_token="t0"))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(config.read_text())
-    return str(folder)
-
-
-async def measure(arguments: argparse.Namespace, model: str, promise: float) -> dict[str, Any]:
-    """Both cases under one promise (0: none)."""
+async def measure(
+    arguments: argparse.Namespace, model: str, promise: float, note: Callable[[dict[str, Any]], None]
+) -> float:
+    """Both cases under one promise (0: the default), each given to `note` as it is measured; the reader's
+    steady gap in milliseconds.
+    """
     options = shlex.split(arguments.serve)
     random = np.random.default_rng(arguments.seed)
+    found: dict[str, Any] = {"promised_tps": promise, "beside": []}
+    sizes = arguments.reader, arguments.newcomer
+    print(f"promise: {f'{promise:g} tokens/s' if promise else 'twice the steady gap'}", flush=True)
     with contextlib.ExitStack() as stack:
         if arguments.in_process:
             door: Door = InProcess(model, options, promise)
         else:
             url = stack.enter_context(serving(model, options, promise))
             door = Server(url, arguments.vocabulary)
-        beside = await measure_beside(door, arguments.reader, arguments.newcomer, random)
-        crowd = await measure_crowd(door, arguments.users, random)
-    print(f"promise {promise:g} tokens/s: {beside}\n  {crowd}", flush=True)
-    return {"promised_tps": promise, "beside": asdict(beside), "crowd": asdict(crowd)}
+        # What is learned and compiled along the way.
+        await first_token(door, [1 + index % 1000 for index in range(arguments.newcomer)])
+        for _ in range(arguments.repeats):
+            beside = await measure_beside(door, sizes, promise, arguments.limit, random)
+            print(f"  {beside}", flush=True)
+            found["beside"].append(asdict(beside))
+            note(found)
+        if arguments.users:
+            crowd = await measure_crowd(door, arguments.users, random)
+            print(f"  {crowd}", flush=True)
+            found["crowd"] = asdict(crowd)
+            note(found)
+    return float(np.median([one["steady_gap_ms"] for one in found["beside"]]))
 
 
 def main() -> None:
-    """Measure without a promise, then with one, print and write."""
+    """Measure under the default promise, then under an explicit one, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="embedded")
     parser.add_argument("--reader", type=int, default=512, help="tokens of the reader's prompt")
-    parser.add_argument("--newcomer", type=int, default=6144, help="tokens of the long prompt")
-    parser.add_argument("--users", type=int, default=12, help="users of the crowd")
+    parser.add_argument("--newcomer", type=int, default=2048, help="tokens of the long prompt")
+    parser.add_argument("--users", type=int, default=12, help="users of the crowd; 0: no crowd")
     parser.add_argument("--promise", type=float, default=0.0, help="tokens/s; 0: two thirds of one alone")
+    parser.add_argument("--default-only", action="store_true", help="no explicit promise")
+    parser.add_argument("--repeats", type=int, default=3, help="newcomers, one after the other")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a newcomer is waited for")
     parser.add_argument("--vocabulary", type=int, default=40_000, help="prompts are drawn from so many ids")
     parser.add_argument("--serve", default="", help="options of `quickturn serve`")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model if arguments.in_process else with_tokenizer(arguments.model, Path(folder))
-        before = asyncio.run(measure(arguments, model, 0.0))
-        alone = 1e3 / before["beside"]["steady_gap_ms"]
-        promise = arguments.promise or round(alone * 2 / 3, 1)
-        after = asyncio.run(measure(arguments, model, promise))
-    result = {
+    result: dict[str, Any] = {
         "command": "python " + shlex.join(sys.argv),
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()[0]},
         "reader_tokens": arguments.reader,
         "newcomer_tokens": arguments.newcomer,
-        "without_a_promise": before,
-        "with_a_promise": after,
     }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    def note(name: str, found: dict[str, Any]) -> None:
+        result[name] = found
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model if arguments.in_process else with_tokenizer(arguments.model, Path(folder))
+        steady = asyncio.run(measure(arguments, model, 0.0, partial(note, "default_promise")))
+        if not arguments.default_only:
+            promise = arguments.promise or round(1e3 / steady * 2 / 3, 1)
+            asyncio.run(measure(arguments, model, promise, partial(note, "explicit_promise")))
 
 
 if __name__ == "__main__":

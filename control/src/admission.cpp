@@ -59,9 +59,9 @@ void Scheduler::admit() {
 
 bool Scheduler::promise_allows_one_more() const {
   const std::size_t running = decoding_.size() + prefilling_.size();
-  if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows()) return true;
+  if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows_decodes()) return true;
   StepLoad load;
-  load.tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
+  load.decode_tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
   for (const auto* list : {&decoding_, &prefilling_}) {
     for (const Request* request : *list) load.decode_context += request->known;
   }

@@ -103,9 +103,8 @@ void Scheduler::plan_decodes() {
 }
 
 void Scheduler::plan_prefills() {
-  if (prefilling_.empty()) return;
-  std::int32_t budget = prefill_budget();
-  starved_steps_ = budget < config_.block_tokens ? starved_steps_ + 1 : 0;
+  const std::int32_t allowed = prefilling_.empty() ? 0 : prefill_budget();
+  std::int32_t budget = allowed;
   for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
     Request& request = *prefilling_[i];
     if (request.loads > 0) {
@@ -129,6 +128,7 @@ void Scheduler::plan_prefills() {
     move_on<Prefilling>(request, PromptPlanned{});
     if (request.left > 0) enlist(request);
   }
+  note_prefills(allowed);
 }
 
 void Scheduler::emit(Request& request, std::int32_t query, bool sampled, bool decode) {
@@ -142,11 +142,14 @@ void Scheduler::emit(Request& request, std::int32_t query, bool sampled, bool de
   if (!state_groups_.empty()) states_for_row(request);
   building_->rows.push_back({&request, request.run, query, sampled, decode});
   building_->samples += sampled ? 1 : 0;
-  building_->load.tokens += query;
+  StepLoad& load = building_->load;
   if (decode) {
-    building_->load.decode_context += request.planned;
+    load.decode_tokens += query;
+    load.decode_context += request.planned;
   } else {
-    building_->load.prefill_work += query * (request.planned + 0.5 * query);
+    load.prompt_tokens += query;
+    load.prompt_context += request.planned;
+    load.prompt_work += query * (request.planned + 0.5 * query);
   }
   request.planned += query;
   request.last_step = building_->step;

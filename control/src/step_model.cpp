@@ -7,84 +7,200 @@ namespace quickturn::control {
 
 namespace {
 
-// Units that bring the three terms to the same order of size, so that one error is shared out sensibly.
-constexpr double kContextUnit = 1.0 / 65536.0;
-constexpr double kWorkUnit = 1.0 / (2048.0 * 32768.0);
 constexpr double kRate = 0.3;
+constexpr double kForget = 0.999;  // of the largest feature, a step
+// Of what prompts add: units of the terms, how much a step counts when the next one is there, and what keeps
+// costs small that the steps don't tell apart.
+constexpr double kTokens = 64.0;
+constexpr double kContext = 4096.0;
+constexpr double kFirstBend = 32.0;
+constexpr double kMemory = 0.98;
+constexpr int kSweeps = 24;
+constexpr double kShrink = 0.001;
 // A step that takes longer than this many times what was expected is an accident (a compile, a stall), not
-// news.
+// news; of one that takes half as long again, no more is believed.
 constexpr double kAccident = 8.0;
+constexpr std::int32_t kAccidents = 4;  // in a row are no accident
+constexpr double kBelieved = 1.5;
+constexpr std::int64_t kYoung = 4;
+constexpr double kFarBelow = 0.7;
+constexpr double kFarAbove = 1.4;
+// How fast the spread of measurements around predictions is learned, the most that one says about it, and how
+// many times the spread one step in a hundred is off at most: tails are longer than a normal distribution's.
+constexpr double kSpreadRate = 0.05;
+constexpr double kMostLate = 0.25;
+constexpr double kOneInAHundred = 3.0;
+constexpr double kMostMargin = 1.3;
 
 }  // namespace
 
-StepModel::Place StepModel::place(double tokens) {
+TimeCurve::Place TimeCurve::place(double tokens) {
   const double at = std::clamp(std::log2(std::max(tokens, 1.0)), 0.0, static_cast<double>(kKnots - 1));
-  const int low = std::min(static_cast<int>(at), kKnots - 2);
-  const double from = std::ldexp(1.0, low);
+  const auto low = std::min(static_cast<std::size_t>(at), kKnots - 2);
+  const double from = std::ldexp(1.0, static_cast<int>(low));
   return {low, std::clamp((tokens - from) / from, 0.0, 1.0)};
 }
 
-double StepModel::base(double tokens) const {
-  const Place at = place(tokens);
-  const auto low = static_cast<std::size_t>(at.low);
-  if (seen_[low] && seen_[low + 1]) return time_[low] + at.share * (time_[low + 1] - time_[low]);
-  // Beyond what was seen: along the line through the two nearest knots, never downwards.
-  int below = at.low;
-  while (below >= 0 && !seen_[static_cast<std::size_t>(below)]) --below;
-  int above = at.low + 1;
-  while (above < kKnots && !seen_[static_cast<std::size_t>(above)]) ++above;
+double TimeCurve::at(double tokens) const {
+  const Place place = TimeCurve::place(tokens);
   const auto knot = [](int k) { return std::ldexp(1.0, k); };
+  const auto seen = [this](int k) { return seen_[static_cast<std::size_t>(k)]; };
   const auto value = [this](int k) { return time_[static_cast<std::size_t>(k)]; };
-  if (below >= 0 && above < kKnots) {
+  int below = static_cast<int>(place.low);
+  while (below >= 0 && !seen(below)) --below;
+  int above = static_cast<int>(place.low) + 1;
+  while (above < static_cast<int>(kKnots) && !seen(above)) ++above;
+  if (below >= 0 && above < static_cast<int>(kKnots)) {
     return value(below) +
            (value(above) - value(below)) * (tokens - knot(below)) / (knot(above) - knot(below));
   }
-  if (below < 0) return above < kKnots ? value(above) : 0.0;
+  if (below < 0) return above < static_cast<int>(kKnots) ? value(above) : 0.0;
   int before = below - 1;
-  while (before >= 0 && !seen_[static_cast<std::size_t>(before)]) --before;
+  while (before >= 0 && !seen(before)) --before;
   const double slope =
       before < 0 ? 0.0 : std::max(0.0, (value(below) - value(before)) / (knot(below) - knot(before)));
   return value(below) + slope * std::max(0.0, tokens - knot(below));
 }
 
+double TimeCurve::learn(double tokens, double seconds, double other) {
+  const Place at = place(tokens);
+  const std::array<double, 2> share{1.0 - at.share, at.share};
+  const std::array<double, 2> guess{
+      largest_ == 0.0 ? seconds : this->at(std::ldexp(1.0, static_cast<int>(at.low))),
+      largest_ == 0.0 ? seconds : this->at(std::ldexp(1.0, static_cast<int>(at.low) + 1))};
+  for (std::size_t k = 0; k < 2; ++k) {
+    if (share[k] > 0.0 && !seen_[at.low + k]) {
+      time_[at.low + k] = guess[k];
+      seen_[at.low + k] = true;
+    }
+  }
+  largest_ = std::max(largest_, tokens);
+  const double norm = share[0] * share[0] + share[1] * share[1] + other * other;
+  const double step = kRate * (seconds - this->at(tokens)) / norm;
+  for (std::size_t k = 0; k < 2; ++k) time_[at.low + k] = std::max(0.0, time_[at.low + k] + step * share[k]);
+  return step;
+}
+
+double StepModel::Slope::meet(double feature) {
+  unit = std::max({unit * kForget, feature, least_unit});
+  return feature / unit;
+}
+
+void StepModel::Slope::move(double feature, double step) {
+  if (feature > 0.0) value = std::max(0.0, value + step * feature / unit);
+}
+
+PromptCost::Terms PromptCost::terms(const StepLoad& load) {
+  Terms x{1.0, load.prompt_tokens / kTokens, load.prompt_context / kContext,
+          load.prompt_work / (kTokens * kContext)};
+  double bend = kFirstBend;
+  for (std::size_t i = kTerms - kBends; i < kTerms; ++i, bend *= 2) {
+    x[i] = std::max(0.0, load.prompt_tokens / bend - 1.0);
+  }
+  return x;
+}
+
+double PromptCost::at(const StepLoad& load) const {
+  const Terms x = terms(load);
+  double sum = 0.0;
+  for (std::size_t i = 0; i < kTerms; ++i) sum += cost_[i] * x[i];
+  return sum;
+}
+
+void PromptCost::learn(const StepLoad& load, double seconds, double step) {
+  // Noise grows with the time of the whole step: a second that was lost once says little about milliseconds.
+  Terms x = terms(load);
+  for (double& term : x) term /= step;
+  const double target = seconds / step;
+  for (std::size_t i = 0; i < kTerms; ++i) {
+    for (std::size_t j = 0; j < kTerms; ++j) products_[i][j] = kMemory * products_[i][j] + x[i] * x[j];
+    targets_[i] = kMemory * targets_[i] + x[i] * target;
+  }
+  most_ = std::max(most_, load.prompt_tokens);
+  // Coordinate descent from where it was.
+  for (int sweep = 0; sweep < kSweeps; ++sweep) {
+    for (std::size_t i = 0; i < kTerms; ++i) {
+      double rest = targets_[i];
+      for (std::size_t j = 0; j < kTerms; ++j) rest -= products_[i][j] * cost_[j];
+      const double own = products_[i][i];
+      cost_[i] = std::max(0.0, (rest + own * cost_[i]) / (own + kShrink * products_[0][0]));
+    }
+  }
+}
+
+void PromptCost::forget() { *this = PromptCost{}; }
+
+double StepModel::decodes(const StepLoad& load) const {
+  return decode_.at(load.decode_tokens) + per_decode_context_.value * load.decode_context;
+}
+
 double StepModel::predict(const StepLoad& load) const {
-  if (samples_ == 0) return 0.0;
-  return base(load.tokens) + per_context_ * load.decode_context * kContextUnit +
-         per_work_ * load.prefill_work * kWorkUnit;
+  if (load.decode_tokens == 0) {
+    return load.prompt_tokens > 0 ? alone_.at(load.prompt_tokens) + per_work_.value * load.prompt_work : 0.0;
+  }
+  return decodes(load) + (load.prompt_tokens > 0 ? beside_.at(load) : 0.0);
 }
 
 double StepModel::seconds_per_token() const {
-  if (largest_ < 16) return 0.0;
-  return base(largest_) / largest_;
+  return alone_.largest() < 16 ? 0.0 : alone_.at(alone_.largest()) / alone_.largest();
 }
 
 void StepModel::learn(const StepLoad& load, double seconds) {
   if (!(seconds > 0.0)) return;
+  const bool prompts = load.prompt_tokens > 0;
+  const bool mixed = prompts && load.decode_tokens > 0;
+  const double most = mixed ? beside_.most() : prompts ? alone_.largest() : decode_.largest();
   const double expected = predict(load);
-  if (samples_ >= 8 && load.tokens <= largest_ && seconds > kAccident * expected) return;
-  const Place at = place(load.tokens);
-  const auto low = static_cast<std::size_t>(at.low);
-  const double context = load.decode_context * kContextUnit;
-  const double work = load.prefill_work * kWorkUnit;
-  // Knots that this step touches start from what is believed there, so that the first step sets the level.
-  const double level = samples_ == 0 ? seconds : 0.0;
-  const std::array<double, 2> guess{samples_ == 0 ? level : base(std::ldexp(1.0, at.low)),
-                                    samples_ == 0 ? level : base(std::ldexp(1.0, at.low + 1))};
-  const std::array<double, 2> share{1.0 - at.share, at.share};
-  for (std::size_t k = 0; k < 2; ++k) {
-    if (share[k] > 0.0 && !seen_[low + k]) {
-      time_[low + k] = guess[k];
-      seen_[low + k] = true;
-    }
-  }
+  const bool known = samples_ >= 8 && (prompts ? load.prompt_tokens : load.decode_tokens) <= most;
+  if (known && seconds > kAccident * expected && ++accidents_ < kAccidents) return;
+  accidents_ = 0;
   ++samples_;
-  largest_ = std::max(largest_, load.tokens);
-  const double error = seconds - predict(load);
-  const double norm = share[0] * share[0] + share[1] * share[1] + context * context + work * work;
-  const double step = kRate * error / norm;
-  for (std::size_t k = 0; k < 2; ++k) time_[low + k] = std::max(0.0, time_[low + k] + step * share[k]);
-  per_context_ = std::max(0.0, per_context_ + step * context);
-  per_work_ = std::max(0.0, per_work_ + step * work);
+  const double believed = known ? std::min(seconds, kBelieved * expected) : seconds;
+  if (mixed) {
+    learn_mixed(load, believed, expected);
+  } else if (prompts) {
+    learn_prompts(load, believed);
+  } else {
+    learn_decodes(load, believed);
+  }
 }
+
+void StepModel::learn_decodes(const StepLoad& load, double seconds) {
+  const double context = per_decode_context_.meet(load.decode_context);
+  const double error =
+      decode_.learn(load.decode_tokens, seconds - per_decode_context_.value * load.decode_context, context);
+  per_decode_context_.move(context, error);
+}
+
+void StepModel::learn_prompts(const StepLoad& load, double seconds) {
+  const double work = per_work_.meet(load.prompt_work);
+  const double error = alone_.learn(load.prompt_tokens, seconds - per_work_.value * load.prompt_work, work);
+  per_work_.move(work, error);
+}
+
+void StepModel::learn_mixed(const StepLoad& load, double seconds, double expected) {
+  // Decoding alone takes no longer than with a prompt beside it.
+  if (seconds < decodes(load)) learn_decodes(load, seconds);
+  // Two in a row that are far off: what was learned is of another time. Among the first, one may have had a
+  // compile in it.
+  const double ratio = seconds / expected;
+  far_off_ = ratio < kFarBelow || ratio > kFarAbove ? far_off_ + 1 : 0;
+  if (far_off_ >= 2 || (num_mixed_ < kYoung && ratio < kFarBelow)) {
+    beside_.forget();
+    far_off_ = 0;
+  } else if (num_mixed_ >= kYoung) {
+    note_spread(ratio);
+  }
+  ++num_mixed_;
+  beside_.learn(load, std::max(0.0, seconds - decodes(load)), seconds);
+}
+
+void StepModel::note_spread(double ratio) {
+  // What took less than expected is no reason for caution.
+  const double late = std::clamp(ratio - 1.0, 0.0, kMostLate);
+  spread_ += kSpreadRate * (2.0 * late * late - spread_);
+}
+
+double StepModel::margin() const { return std::min(1.0 + kOneInAHundred * std::sqrt(spread_), kMostMargin); }
 
 }  // namespace quickturn::control

@@ -61,33 +61,69 @@ TEST_CASE("the node table finds what is in it, through growth and deletion") {
   }
 }
 
-TEST_CASE("the step model learns a device where weights or arithmetic bind") {
-  const auto device = [](const StepLoad& load) {
-    return std::max(0.004, load.tokens / 25000.0) + load.decode_context * 5e-9 + load.prefill_work * 2e-11;
-  };
+// A device where weights or arithmetic bind, and where a prompt in the step costs something by itself.
+double device(const StepLoad& load) {
+  const double tokens = load.decode_tokens + load.prompt_tokens;
+  const double fixed = load.decode_tokens > 0 && load.prompt_tokens > 0 ? 0.002 : 0.0;
+  return std::max(0.004, tokens / 25000.0) + fixed + load.decode_context * 5e-9 + load.prompt_context * 1e-8 +
+         load.prompt_work * 2e-11;
+}
+
+TEST_CASE("the step model learns the three kinds of steps") {
   StepModel model;
   std::mt19937 random(3);
-  CHECK(model.predict({64, 0, 0}) == 0.0);
+  const auto below = [&random](int bound) {
+    return static_cast<double>(random() % static_cast<unsigned>(bound));
+  };
+  CHECK(model.predict({64, 0, 0, 0, 0}) == 0.0);
+  CHECK(!model.knows());
   for (int i = 0; i < 4000; ++i) {
     StepLoad load;
-    load.decode_context = static_cast<double>(random() % 400000);
-    load.tokens = static_cast<double>(1 + random() % 64);
-    if (i % 3 == 0) {
-      const auto prefill = static_cast<double>(1 + random() % 4096);
-      load.prefill_work = prefill * static_cast<double>(random() % 30000);
-      load.tokens += prefill;
+    if (i % 3 != 1) {
+      load.decode_tokens = 1 + below(64);
+      load.decode_context = below(400000);
+    }
+    if (i % 3 != 0) {
+      load.prompt_tokens = 1 + below(i % 3 == 1 ? 4096 : 512);
+      load.prompt_context = i % 3 == 1 ? 0 : below(30000);
+      load.prompt_work = load.prompt_tokens * (load.prompt_context + load.prompt_tokens / 2);
     }
     model.learn(load, device(load));
   }
   for (const StepLoad load :
-       {StepLoad{32, 200000, 0}, StepLoad{90, 100000, 0}, StepLoad{1024, 50000, 0}, StepLoad{3000, 0, 3e7}}) {
-    CAPTURE(load.tokens);
+       {StepLoad{32, 200000, 0, 0, 0}, StepLoad{48, 100000, 42, 10000, 42.0 * 10000},
+        StepLoad{8, 50000, 400, 20000, 400.0 * 20000}, StepLoad{0, 0, 3000, 0, 3000.0 * 1500}}) {
+    CAPTURE(load.decode_tokens);
+    CAPTURE(load.prompt_tokens);
     CHECK(model.predict(load) == doctest::Approx(device(load)).epsilon(0.15));
   }
-  const double before = model.predict({64, 0, 0});
-  model.learn({64, 0, 0}, 5.0);  // a stall is no news
-  CHECK(model.predict({64, 0, 0}) == before);
-  CHECK(model.trusted_tokens() >= 4096);
+  CHECK(model.most_beside() > 500);
+  CHECK(model.most_beside() <= 512);
+}
+
+TEST_CASE("one stall is no news to the step model, four are") {
+  StepModel model;
+  const StepLoad load{64, 0, 0, 0, 0};
+  for (int i = 0; i < 20; ++i) model.learn(load, 0.004);
+  const double before = model.predict(load);
+  for (int i = 0; i < 3; ++i) model.learn(load, 5.0);
+  CHECK(model.predict(load) == before);
+  model.learn(load, 5.0);
+  CHECK(model.predict(load) > before);
+}
+
+TEST_CASE("the step model allows for the spread of what it measured") {
+  const StepLoad load{1, 1000, 32, 2000, 32.0 * 2000};
+  StepModel steady;
+  StepModel noisy;
+  for (int i = 0; i < 200; ++i) {
+    for (StepModel* model : {&steady, &noisy}) model->learn({1, 1000, 0, 0, 0}, 0.01);
+    steady.learn(load, 0.02);
+    noisy.learn(load, i % 2 == 0 ? 0.018 : 0.022);
+  }
+  CHECK(steady.margin() < 1.02);
+  CHECK(noisy.margin() > 1.2);
+  CHECK(noisy.margin() <= 1.3);
 }
 
 TEST_CASE("what was seen before is the longest known prefix") {

@@ -203,6 +203,15 @@ class Scheduler {
   // promise.cpp
   std::int32_t prefill_budget() const;
   double step_limit(double decode_time) const;
+  bool decodes_are_known() const;
+  // Seconds of this step with so many prompt tokens.
+  double time_with(std::int32_t tokens) const;
+  std::int32_t several_steps(double decode_time, double allowed, std::int32_t most) const;
+  // So many prompt tokens or fewer, at least a few, that end the step's tokens at whole tiles.
+  std::int32_t whole_tiles(std::int32_t tokens) const;
+  // Prompt tokens that are to be computed, counted up to more than `enough`.
+  std::int32_t left_to_prefill(std::int32_t enough) const;
+  void note_prefills(std::int32_t budget);
 
   // retraction.cpp
   // What came of it: try again, wait for what is on its way back, or the request itself is gone from the
@@ -244,8 +253,11 @@ class Scheduler {
   StepModel model_;
   double last_predicted_ = 0.0;  // seconds, before the step was learned from
   double last_measured_ = 0.0;
-  bool promise_holds_ = false;      // somebody waits for a slot because more would break the promise
-  std::int32_t starved_steps_ = 0;  // in a row, in which prefills got less than a block
+  bool promise_holds_ = false;       // somebody waits for a slot because more would break the promise
+  std::int32_t starved_steps_ = 0;   // in a row, in which prefills got nothing
+  std::int32_t mixed_steps_ = 0;     // in a row, with decoding rows and prompts
+  std::int32_t larger_prompts_ = 0;  // steps in a row of them, with more prompt tokens than the least
+  double lone_decodes_ = 0.0;        // tokens of the last step of decoding rows alone
 
   Flight* building_ = nullptr;
   StepId next_step_ = 0;

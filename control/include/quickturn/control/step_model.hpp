@@ -1,50 +1,114 @@
 // How long a step takes, learned from the steps that ran.
 //
-//     time = base(tokens) + a * decode_context + b * prefill_work
+//     decoding rows alone     curve(tokens) + slope * decode_context
+//     prompts alone           curve(tokens) + slope * prompt_work
+//     prompts beside rows     the first, and f + s * tokens + a * prompt_context + b * prompt_work on top
 //
-// `base` is piecewise linear over powers of two: flat while weights are streamed, linear when arithmetic
-// binds. The two slopes are the cache read by decoding rows and the attention of prefill rows (query x keys).
-// Each measured step moves the few numbers it depends on by its error (normalised least mean squares), so
-// learning costs the same for any batch.
+// Curves are piecewise linear over powers of two: flat while weights are streamed, linear when arithmetic
+// binds. The kinds are told apart because the same number of tokens takes different times: a decode step may
+// be one recorded graph, and a prompt beside it shares its reading of weights. What prompts add to it is what
+// the promise hangs on: a fixed cost, tokens, the cache that a prompt's row reads however few its tokens are,
+// and its attention (query x keys), by least squares over the last such steps, none of them negative.
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 namespace quickturn::control {
 
 struct StepLoad {
-  double tokens = 0;
+  double decode_tokens = 0;
   double decode_context = 0;  // cached tokens that decoding rows read
-  double prefill_work = 0;    // sum over prefill rows of tokens x (context + tokens / 2)
+  double prompt_tokens = 0;
+  double prompt_context = 0;  // cached tokens that prompts' rows read
+  double prompt_work = 0;     // sum over prompts' rows of tokens x (context + tokens / 2)
+};
+
+class TimeCurve {
+ public:
+  // Beyond what was seen: along the line through the two last knots, never downwards.
+  double at(double tokens) const;
+  // `other`: a term beside the curve that takes its share of the error. Gives that step: what the term moves
+  // by for each unit.
+  double learn(double tokens, double seconds, double other);
+  double largest() const { return largest_; }
+
+ private:
+  static constexpr std::size_t kKnots = 18;  // 1, 2, 4, ... 131,072 tokens
+  struct Place {
+    std::size_t low;
+    double share;  // of the knot above
+  };
+  static Place place(double tokens);
+
+  std::array<double, kKnots> time_{};
+  std::array<bool, kKnots> seen_{};
+  double largest_ = 0;  // most tokens that were seen
+};
+
+// What prompts add to a step of decoding rows. Least squares that forgets; each update costs the same.
+class PromptCost {
+ public:
+  double at(const StepLoad& load) const;
+  // `step`: seconds of all of the step.
+  void learn(const StepLoad& load, double seconds, double step);
+  void forget();
+  // The most prompt tokens that were measured.
+  double most() const { return most_; }
+
+ private:
+  static constexpr std::size_t kBends = 7;  // at 32, 64, ... 2048 tokens the cost of one may rise
+  static constexpr std::size_t kTerms = 4 + kBends;
+  using Terms = std::array<double, kTerms>;
+  static Terms terms(const StepLoad& load);
+
+  std::array<Terms, kTerms> products_{};  // of terms with terms, the last steps counting most
+  Terms targets_{};                       // of terms with seconds
+  Terms cost_{};
+  double most_ = 0;
 };
 
 class StepModel {
  public:
-  // Seconds; 0 while nothing was measured.
+  // Seconds; 0 while nothing of its kind was measured.
   double predict(const StepLoad& load) const;
   void learn(const StepLoad& load, double seconds);
-  // More tokens than this would be a guess: twice what was measured so far.
-  double trusted_tokens() const { return 2.0 * largest_; }
   bool knows() const { return samples_ > 0; }
+  bool knows_decodes() const { return decode_.largest() > 0; }
+  // The most prompt tokens that were measured beside decoding rows.
+  double most_beside() const { return beside_.most(); }
+  // Of a hundred steps with prompts beside rows, one takes more than this times what was predicted.
+  double margin() const;
   // Seconds that one more prompt token takes in a large step.
   double seconds_per_token() const;
 
  private:
-  static constexpr int kKnots = 18;  // 1, 2, 4, ... 131,072 tokens
-  struct Place {
-    int low;
-    double share;  // of the knot above
+  // A linear term: seconds of its feature's unit count. The unit follows the largest that was met, so that
+  // none weighs more than a curve's knots; no less than `least_unit`, so that small ones say little.
+  struct Slope {
+    double least_unit;
+    double value = 0;
+    double unit = 0;
+    double meet(double feature);
+    void move(double feature, double step);
   };
-  static Place place(double tokens);
-  double base(double tokens) const;
+  double decodes(const StepLoad& load) const;
+  void learn_decodes(const StepLoad& load, double seconds);
+  void learn_prompts(const StepLoad& load, double seconds);
+  void learn_mixed(const StepLoad& load, double seconds, double expected);
+  void note_spread(double ratio);
 
-  std::array<double, kKnots> time_{};
-  std::array<bool, kKnots> seen_{};
-  double per_context_ = 0;
-  double per_work_ = 0;
-  double largest_ = 0;
+  TimeCurve decode_;
+  TimeCurve alone_;
+  PromptCost beside_;
+  Slope per_decode_context_{4096.0};
+  Slope per_work_{4096.0 * 256.0};
+  std::int64_t num_mixed_ = 0;
   std::int64_t samples_ = 0;
+  std::int32_t accidents_ = 0;  // in a row
+  std::int32_t far_off_ = 0;    // in a row
+  double spread_ = 0.0015;      // mean square of how far off predictions of mixed steps were
 };
 
 }  // namespace quickturn::control

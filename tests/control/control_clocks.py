@@ -1,0 +1,69 @@
+"""Clocks with the shapes of real machines, unknown to the scheduler: what steps take, with noise."""
+
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import quickturn_control as qc
+from control_sim import Sim, prompt
+
+Clock = Callable[[qc.StepPlan], float]
+
+
+def noisy(clock: Clock, random: Random, spread: float, stalls: float) -> Clock:
+    """Each step off by about `spread` of itself; a share `stalls` of them takes up to twice as long."""
+
+    def seconds(plan: qc.StepPlan) -> float:
+        stall = 1 + random.random() if random.random() < stalls else 1.0
+        return clock(plan) * float(np.exp(random.gauss(0, spread))) * stall
+
+    return seconds
+
+
+def small_cpu(plan: qc.StepPlan) -> float:
+    """Two cores and a model of 135M: reading weights takes 14.5 ms whatever else is done, arithmetic comes in
+    tiles of 32 tokens, and a prompt's attention reads its whole context for every 32 of its tokens.
+    """
+    rows = plan.num_decode_rows
+    took = 14.5 + 0.5 * max(0, rows - 1) + 1.8e-3 * float(plan.context_lens[:rows].sum())
+    for tokens, context in zip(plan.query_lens[rows:], plan.context_lens[rows:], strict=True):
+        took += 0.19 * tokens + (3.5 if tokens > 31 else 0.0)
+        took += context / 1000 * (2.4 + (2.4 * -(-tokens // 32) if tokens <= 64 else 0.075 * tokens))
+    return 1e-3 * float(took)
+
+
+def large_gpu(plan: qc.StepPlan) -> float:
+    """An 8B model on an H200: decode steps are one graph, 3 ms more are spent on the host once a prompt is in
+    the step, 26 tokens take a millisecond, and attention grows with queries times keys.
+    """
+    rows = plan.num_decode_rows
+    decode = 4.2 + 0.01 * rows + 3.5e-5 * float(plan.context_lens[:rows].sum())
+    queries, contexts = plan.query_lens[rows:].astype(float), plan.context_lens[rows:].astype(float)
+    if not len(queries):
+        return 1e-3 * decode
+    attention = 1e-6 * float((queries * (contexts + queries / 2)).sum()) + 3e-5 * float(contexts.sum())
+    return 1e-3 * (max(decode + (3.0 if rows else 0.0), 1.0 + plan.num_tokens / 26) + attention)
+
+
+class Beside:
+    """A reader whose answer a long prompt interrupts: seconds between its tokens, steady and meanwhile, the
+    prompt tokens of each step, and seconds to the newcomer's first token.
+    """
+
+    def __init__(self, sim: Sim, reader: int, newcomer: int, seed: int = 0) -> None:
+        """Runs it."""
+        a = sim.add(prompt(reader, 10 * seed + 1), 1 << 20)
+        while len(sim.token_times.get(a, [])) < 40:
+            sim.step()
+        times = sim.token_times[a]
+        self.steady = float(np.median(np.diff(times[10:])))
+        start, at, first = sim.now, len(times), len(sim.plans)
+        b = sim.add(prompt(newcomer, 10 * seed + 2))
+        while b not in sim.token_times:
+            sim.step()
+            assert len(sim.plans) - first < newcomer, "the newcomer starves"
+        self.first_token = sim.now - start
+        self.gaps = np.diff(times[at - 1 :])
+        self.chunks = [plan.num_tokens - plan.num_decode_rows for plan in sim.plans[first:]]
+        sim.scheduler.cancel(a)
+        sim.run()
