@@ -68,7 +68,7 @@ if cuda_build.available((9, 0)):
         positions: Tensor | None,
     ) -> Tensor:
         """See `quickturn_kernels.moe_block`. For at most eight tokens."""
-        if not (hopper_few.takes(experts, router, shared) and takes_rows(x, experts, router, shared)):
+        if not (hopper_few.takes(experts, router, shared) and takes_rows(x)):
             return composed(x, router, experts, shared, positions)
         return hopper_few.launch(x, router, experts, shared, positions)
 
@@ -93,8 +93,8 @@ if cuda_build.available((9, 0)):
         """See `quickturn_kernels.residual_moe_block`. For at most eight tokens."""
         if (
             hopper_few.takes(experts, router, shared)
-            and takes_rows(residual, experts, router, shared)
-            and (branch is None or takes_rows(branch, experts, router, shared))
+            and takes_rows(residual)
+            and (branch is None or takes_rows(branch))
         ):
             stream = Stream(residual, norm_weight, eps)
             hopper_few.launch(branch, router, experts, shared, positions, stream)

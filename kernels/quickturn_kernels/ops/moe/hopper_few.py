@@ -13,18 +13,12 @@ from quickturn_kernels.ops.linear import PLAIN, LinearWeight
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
 from quickturn_kernels.ops.moe.hopper_route import Rules, rules
 from quickturn_kernels.ops.moe.hopper_route import takes as takes_rules
-from quickturn_kernels.ops.moe.weights import ExpertWeights, Router, SharedExpert
+from quickturn_kernels.ops.moe.weights import FP8_SIDE, ExpertWeights, Router, SharedExpert
 from quickturn_kernels.platform import describe
 
 MAX_TOKENS = 8
 UNIT = 16
 """Sizes are multiples of this."""
-
-SHARED_MEMORY = 200_000
-"""Bytes of one block, for what the activation made of all tokens."""
-
-PREFETCH_TOKENS = 1
-"""Up to so many tokens the second halves of their experts fit into L2 beside what else is read."""
 
 _POINTERS = (
     *("x", "residual", "norm", "router", "router_bias", "positions", "gate_up", "down", "gate_up_bias"),
@@ -33,7 +27,7 @@ _POINTERS = (
 )
 _INTEGERS = (
     *("tokens", "hidden", "inner", "shared_inner", "pitch", "gate_up_pitch", "down_pitch"),
-    *("shared_gate_up_pitch", "shared_down_pitch", "shared_permuted", "oss", "wide", "prefetch"),
+    *("shared_gate_up_pitch", "shared_down_pitch", "shared_permuted", "oss", "wide"),
 )
 
 
@@ -58,7 +52,8 @@ class Stream:
 
 def takes(experts: ExpertWeights, router: Router, shared: SharedExpert | None) -> bool:
     """Whether `launch` can do this layer for some tokens: a plain bfloat16 router without groups; experts,
-    the shared one too, of bfloat16 or of e4m3 with block scales, with sizes in multiples of 16.
+    the shared one too, of bfloat16 or of e4m3 with block scales, with sizes in multiples of 16 (a hidden size
+    of 128 with scales, so that no block of them belongs to two experts).
     """
     fp8 = experts.layout == FP8_BLOCK
     biases = (experts.gate_up_bias, experts.down_bias, router.bias)
@@ -69,7 +64,7 @@ def takes(experts: ExpertWeights, router: Router, shared: SharedExpert | None) -
         and router.weight.tensors[0].is_contiguous()
         and router.weight.shape[0] == experts.count
         and (fp8 or (experts.layout == PLAIN and experts.gate_up.dtype == torch.bfloat16))
-        and experts.hidden % UNIT == 0
+        and experts.hidden % (FP8_SIDE if fp8 else UNIT) == 0
         and experts.intermediate % UNIT == 0
         and all(bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous()) for bias in biases)
         and (shared is None or _takes_shared(shared, fp8))
@@ -89,16 +84,14 @@ def _takes_shared(shared: SharedExpert, fp8: bool) -> bool:
     )
 
 
-def takes_rows(x: Tensor, experts: ExpertWeights, router: Router, shared: SharedExpert | None) -> bool:
+def takes_rows(x: Tensor) -> bool:
     """Whether so many tokens fit, and these rows can be read 16 bytes at a time."""
-    tokens = x.shape[0]
     return (
-        0 < tokens <= MAX_TOKENS
+        0 < x.shape[0] <= MAX_TOKENS
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
-        and 2 * tokens * (router.routing.top_k + 1) * _pitch(experts, shared) <= SHARED_MEMORY
     )
 
 
@@ -120,7 +113,8 @@ def launch(
     rows = x if stream is None else stream.residual
     assert rows is not None
     tokens, hidden, device = rows.shape[0], rows.shape[1], rows.device
-    top, pitch = router.routing.top_k, _pitch(experts, shared)
+    top = router.routing.top_k
+    pitch = max(experts.intermediate, 0 if shared is None else shared.down.shape[1])
     normed = torch.empty((tokens, hidden), dtype=rows.dtype, device=device)
     between = torch.empty((tokens, top + 1, pitch), dtype=rows.dtype, device=device)
     scores = torch.empty((tokens, experts.count + 1), dtype=torch.float32, device=device)
@@ -165,7 +159,6 @@ def launch(
         shared_permuted=shared is not None and shared.down.layout == HOPPER_BLOCK,
         oss=experts.activation == "gpt_oss",
         wide=stream is not None and stream.norm.dtype == torch.float32,
-        prefetch=tokens <= PREFETCH_TOKENS,
         eps=0.0 if stream is None else stream.eps,
     )
     code = _function(device)(
@@ -178,10 +171,6 @@ def launch(
     if code != 0:
         raise RuntimeError(f"mixture of {experts.count} experts over {tuple(rows.shape)}: CUDA error {code}")
     return out
-
-
-def _pitch(experts: ExpertWeights, shared: SharedExpert | None) -> int:
-    return max(experts.intermediate, 0 if shared is None else shared.down.shape[1])
 
 
 def _address(tensor: Tensor | None) -> int | None:
