@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--reader", type=int, default=512, help="tokens of the reader's prompt")
     parser.add_argument("--newcomer", type=int, default=2048, help="tokens of the long prompt")
     parser.add_argument("--users", type=int, default=12, help="users of the crowd; 0: no crowd")
-    parser.add_argument("--promise", type=float, default=0.0, help="tokens/s; 0: two thirds of one alone")
+    parser.add_argument("--promise", type=float, default=0.0, help="tokens/s; 0: half of one alone")
     parser.add_argument("--default-only", action="store_true", help="no explicit promise")
     parser.add_argument("--repeats", type=int, default=3, help="newcomers, one after the other")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a newcomer is waited for")
@@ -261,7 +261,7 @@ def main() -> None:
         model = arguments.model if arguments.in_process else with_tokenizer(arguments.model, Path(folder))
         steady = asyncio.run(measure(arguments, model, 0.0, partial(note, "default_promise")))
         if not arguments.default_only:
-            promise = arguments.promise or round(1e3 / steady * 2 / 3, 1)
+            promise = arguments.promise or round(1e3 / steady / 2, 1)
             asyncio.run(measure(arguments, model, promise, partial(note, "explicit_promise")))
 
 

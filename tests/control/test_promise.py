@@ -2,6 +2,7 @@
 
 import secrets
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ def seed() -> int:
     return value
 
 
-def machine(clock: Clock, seed: int, spread: float, **policy: float) -> Sim:
+def machine(clock: Clock, seed: int, spread: float, **policy: Any) -> Sim:
     """A server that has just started and has answered one prompt of 2,048 tokens to nobody else."""
     noise = noisy(clock, Random(seed), spread, stalls=0.002)
     sim = Sim(200, [FULL], seconds=noise, max_step_tokens=8192, policy=qc.Policy(**policy))
@@ -79,9 +80,10 @@ def after(steps: int, slower: float, clock: Clock) -> Clock:
 def test_what_was_slow_once_is_tried_again(steps: int, slower: float, seed: int) -> None:
     """Kernels compiled in the first steps of their kind, or a machine that was busy: soon forgotten."""
     sim = machine(after(steps, slower, small_cpu), seed, 0.04)
-    Beside(sim, 512, 2048, seed)
+    for turn in range(2):
+        Beside(sim, 512, 2048, seed + turn)
     fresh = Beside(machine(small_cpu, seed, 0.04), 512, 2048, seed)
-    later = Beside(sim, 512, 2048, seed + 1)
+    later = Beside(sim, 512, 2048, seed + 2)
     assert later.first_token <= 1.8 * fresh.first_token
     assert over(later, 2.2 * later.steady) <= 0.05
 
