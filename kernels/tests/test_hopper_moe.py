@@ -20,8 +20,8 @@ BF16 = torch.bfloat16
 SHAPES = [(2048, 512, 256, 8, 512), (2048, 768, 128, 8, 0), (4096, 1536, 16, 4, 2048), (192, 64, 5, 3, 128)]
 """(hidden, inner, experts, top, inner of the shared expert)"""
 
-TOKENS = (1, 2, 3, 7, 8, 9, 33)
-"""From nine on these are the portable kernels."""
+TOKENS = (1, 2, 3, 33)
+"""From three on these are the portable kernels."""
 
 
 @pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
@@ -113,7 +113,7 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
     router, experts, shared = _layer(shape)
     x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
     assert takes(experts, router, shared)
-    assert takes_rows(x) == (tokens <= 8)
+    assert takes_rows(x, experts, router, shared) == (tokens <= 2)
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, shared=shared)
     with kernels.use(moe_block="hopper"):
@@ -123,7 +123,7 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
 
 
 @needs_hopper
-@pytest.mark.parametrize("tokens", [1, 5, 8])
+@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize(
     "shape", [(2048, 512, 64, 8, 512), (4096, 1536, 8, 4, 0), (384, 128, 5, 3, 256), (1152, 1152, 4, 1, 128)]
 )
@@ -133,7 +133,7 @@ def test_fp8_against_the_reference(shape: tuple[int, int, int, int, int], tokens
     x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
     router = kernels.Router(kernels.prepare_linear(_random(shape[2], shape[0])), kernels.Routing(shape[3]))
     assert takes(experts, router, shared)
-    assert takes_rows(x)
+    assert takes_rows(x, experts, router, shared)
     plain = None
     if shared is not None:
         # The op for a dense fp8 product may round x to fp8; the experts' products don't.
@@ -151,7 +151,7 @@ def test_fp8_against_the_reference(shape: tuple[int, int, int, int, int], tokens
 @needs_hopper
 @pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("wide", [torch.float32, BF16])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_on_the_residual_stream(tokens: int, wide: torch.dtype, added: bool, seed: int) -> None:
     torch.manual_seed(seed + tokens)
     router, experts, shared = _layer(SHAPES[0])
@@ -187,29 +187,30 @@ def test_rules_and_biases(routing: kernels.Routing, seed: int) -> None:
     torch.manual_seed(seed)
     shape = (256, 192, 40, routing.top_k, 0)
     router, experts, _ = _layer(shape, routing, biased=routing.scoring == "softmax_after")
-    x = torch.randn(8, 256, device="cuda").to(BF16)
-    positions = torch.arange(8, device="cuda")
-    positions[4:6] = -1
+    x = torch.randn(2, 256, device="cuda").to(BF16)
+    positions = torch.tensor([-1, 7], device="cuda")
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, positions=positions)
     with kernels.use(moe_block="hopper"):
         got = kernels.moe_block(x, router, experts, positions=positions)
-    assert (got[4:6] == 0).all()
+    assert (got[0] == 0).all()
     real = positions >= 0
     assert _off(got[real], want[real]) < 1.2e-2
 
 
 @needs_hopper
-def test_a_token_alone_has_the_bits_it_has_in_company(seed: int) -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_a_token_alone_has_the_bits_it_has_in_company(same: bool, seed: int) -> None:
     torch.manual_seed(seed)
     router, experts, shared = _layer(SHAPES[0])
-    x = torch.randn(8, 2048, device="cuda").to(BF16)
-    x[4:7] = x[3]  # several tokens of the same experts
+    x = torch.randn(2, 2048, device="cuda").to(BF16)
+    if same:
+        x[1] = x[0]
     norm = torch.rand(2048, device="cuda").to(BF16)
     together = kernels.moe_block(x, router, experts, shared=shared)
     stream = x.clone()
     kernels.residual_moe_block(stream, None, norm, 1e-6, router, experts, shared=shared)
-    for token in (0, 3, 5, 7):
+    for token in (0, 1):
         alone = x[token : token + 1].clone()
         assert torch.equal(kernels.moe_block(alone, router, experts, shared=shared)[0], together[token])
         kernels.residual_moe_block(alone, None, norm, 1e-6, router, experts, shared=shared)
@@ -220,11 +221,11 @@ def test_a_token_alone_has_the_bits_it_has_in_company(seed: int) -> None:
 def test_everybody_takes_the_same_experts_or_nobody_any(seed: int) -> None:
     torch.manual_seed(seed)
     router, experts, shared = _layer((512, 128, 64, 2, 128))
-    x = torch.randn(1, 512, device="cuda").to(BF16).expand(8, -1).contiguous()
+    x = torch.randn(1, 512, device="cuda").to(BF16).expand(2, -1).contiguous()
     with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
         want = kernels.moe_block(x, router, experts, shared=shared)
     assert _off(kernels.moe_block(x, router, experts, shared=shared), want) < 1.2e-2
-    nobody = torch.full((8,), -1, device="cuda")
+    nobody = torch.full((2,), -1, device="cuda")
     with numerics.poisoned():
         assert kernels.moe_block(x, router, experts, shared=None, positions=nobody).eq(0).all()
 
@@ -233,13 +234,12 @@ def test_everybody_takes_the_same_experts_or_nobody_any(seed: int) -> None:
 def test_nan_in_one_token_stays_there(seed: int) -> None:
     torch.manual_seed(seed)
     router, experts, shared = _layer(SHAPES[0])
-    x = torch.randn(8, 2048, device="cuda").to(BF16)
+    x = torch.randn(2, 2048, device="cuda").to(BF16)
     want = kernels.moe_block(x, router, experts, shared=shared)
-    x[2] = float("nan")
+    x[1] = float("nan")
     got = kernels.moe_block(x, router, experts, shared=shared)
-    others = torch.arange(8, device="cuda") != 2
-    assert torch.equal(got[others], want[others])
-    assert got[2].isnan().all()
+    assert torch.equal(got[0], want[0])
+    assert got[1].isnan().all()
 
 
 @needs_hopper
@@ -247,7 +247,7 @@ def test_chain_in_a_graph_sees_the_results_ahead(seed: int) -> None:
     """Each kernel may start before the one ahead has finished, and they use the same memory in turn."""
     torch.manual_seed(seed)
     layers = [_layer((1024, 256, 64, 4, 256)) for _ in range(6)]
-    start = torch.randn(5, 1024, device="cuda").to(BF16)
+    start = torch.randn(2, 1024, device="cuda").to(BF16)
     norm = torch.ones(1024, device="cuda", dtype=BF16)
 
     def chain(early: bool) -> Tensor:

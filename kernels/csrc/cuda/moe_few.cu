@@ -1,4 +1,4 @@
-// A mixture of experts over at most eight tokens of one decode step, at the speed of memory, in three
+// A mixture of experts over one or two tokens of a decode step, at the speed of memory, in three
 // dependent launches:
 //
 //   1. the norm ahead of the layer (each block for itself), the router's logits, the shared expert's first
@@ -6,10 +6,9 @@
 //   2. the choice (each block for itself), gate and up of the chosen experts
 //   3. the choice again, down, the weighted sum and the residual additions
 //
-// A warp multiplies 16 rows of a weight with all eight tokens, straight from memory to registers: it costs
-// the same for one token as for eight, and a weight is read once, however many tokens share it. The choice
-// costs each block less than waiting for another one to publish it would; launch 3 makes it, and requests its
-// first weights, while launch 2 still runs.
+// A warp multiplies one or two rows of a weight with all tokens that want them, so that a weight is read
+// once, however many tokens share it. The choice costs each block less than waiting for another one to
+// publish it would; launch 3 makes it, and requests its first weights, while launch 2 still runs.
 #include <cuda_runtime.h>
 
 #include "hopper.cuh"
@@ -23,7 +22,7 @@ namespace {
 
 constexpr int kWarps = 8;  // of a block of the first two launches
 constexpr int kDownWarps = 16;
-constexpr int kTileRows = 16;
+constexpr int kPrefetched = 4096;  // bytes of a weight that one request brings to L2
 
 // ---- 1: norm, router, shared gate and up
 
@@ -46,13 +45,13 @@ __device__ __forceinline__ uint4 scaled(const FewArguments& args, const uint4& p
 // copy for the second launch. A row's squares are always summed in eight groups of vectors, so that a token
 // has the same bits in any company.
 template <int kTokens>
-__device__ __forceinline__ void read_rows(const FewArguments& args, uint4* rows, int pitch, float* partial) {
+__device__ __forceinline__ void read_rows(const FewArguments& args, uint4* rows, float* partial) {
   constexpr int kEach = kWarps / kTokens;  // warps of a token, each of which has kTokens groups
   constexpr int kStep = 32 * kWarps;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int token = warp / kEach, part = warp % kEach, vectors = args.hidden / 8;
   const bool real = token < args.tokens;
-  uint4* row = rows + token * pitch;
+  uint4* row = rows + token * vectors;
   const uint4* x = reinterpret_cast<const uint4*>(args.x + token * args.x_pitch);
   const uint4* residual = reinterpret_cast<const uint4*>(args.residual + token * args.residual_pitch);
   float squares[kTokens] = {};
@@ -104,252 +103,264 @@ __device__ __forceinline__ void read_rows(const FewArguments& args, uint4* rows,
   __syncthreads();
 }
 
-// Whether launches 1 and 2 do with one load of a warp's columns: an eighth of K.
-__device__ __forceinline__ int stretch_of(int columns, int step) {
-  return (columns + kWarps * step - 1) / (kWarps * step) * step;
-}
-
-// Of a tile's 16 rows, the sums over the warps that share K: row `row`, token `token`.
-__device__ __forceinline__ float gathered(const float* parts, int row, int token) {
-  float sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += parts[(w * kTileRows + row) * kFewTokens + token];
-  return sum;
-}
-
-// A block has 16 rows of the router, or eight of the shared expert's gate and those of its up, or the row
-// that weighs the shared expert; its warps share K. `Weight` is that of the experts; the router and the last
-// row are bfloat16.
+// A warp has one row of the router, or a row of the shared expert's gate and one of its up, or the row that
+// weighs the shared expert. `Weight` is that of the experts; the router and the last row are bfloat16.
 template <typename Weight, int kTokens>
 __global__ void __launch_bounds__(32 * kWarps) few_route(const __grid_constant__ FewArguments args) {
   extern __shared__ uint4 rows[];
   __shared__ float partial[kTokens * kWarps];
-  __shared__ float parts[kWarps * kTileRows * kFewTokens];
-  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4;
-  const int experts = args.rules.experts, router_tiles = (experts + kTileRows - 1) / kTileRows;
-  const int first = blockIdx.x < router_tiles ? blockIdx.x * kTileRows : 0;
-  const int feature = (static_cast<int>(blockIdx.x) - router_tiles) * kTileRows / 2;  // of the shared expert
-  const bool routing = blockIdx.x < router_tiles, weighing = feature >= args.shared_inner;
-  const bool plain = routing || weighing;
-  const int pitch = args.hidden / 8 + 4;  // so that two tokens lie in different banks
-  const auto read = [&](int at) { return rows[row * pitch + at / 8]; };
-  float sum[4] = {};
+  const int task = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int experts = args.rules.experts, feature = task - experts;
+  const bool weighing = feature == args.shared_inner && args.shared_gate != nullptr;
+  const bool plain = task < experts || weighing;
+  const bool shared = feature >= 0 && feature < args.shared_inner;
+  using Plain = Rows<PlainWeight, 1>;
+  using Pair = Rows<Weight, 2>;
+  Plain one;
+  Pair two;
+  // What doesn't depend on the kernels ahead is requested before they are waited for.
   if (plain) {
-    Tile<PlainWeight> tile;
-    const void* weight = routing ? args.router : args.shared_gate;
-    tile.low = PlainWeight::at(weight, routing ? min(first + row, experts - 1) : 0, args.hidden);
-    tile.high = PlainWeight::at(weight, routing ? min(first + 8 + row, experts - 1) : 0, args.hidden);
-    const int stretch = stretch_of(args.hidden, tile.kStep);
-    const int begin = warp * stretch, end = min(begin + stretch, args.hidden);
-    // What doesn't depend on the kernels ahead is requested before they are waited for.
-    tile.load_rows(begin, end);
-    let_dependents_start();
-    wait_for_predecessors();
-    read_rows<kTokens>(args, rows, pitch, partial);
-    for (int at = begin; at < end; at += tile.kColumns) {
-      if (at > begin) tile.load_rows(at, end);
-      tile.load_tokens(read, row < args.tokens, at, end);
-      tile.multiply_to(sum, at, end, false);
-    }
-  } else {
-    Tile<Weight> tile;
-    tile.low = Weight::at(args.shared_gate_up, feature + row, args.hidden, args.shared_gate_up_scale,
-                          args.shared_gate_up_pitch);
-    tile.high = Weight::at(args.shared_gate_up, feature + row + args.shared_inner, args.hidden,
-                           args.shared_gate_up_scale, args.shared_gate_up_pitch);
-    const int stretch = stretch_of(args.hidden, tile.kStep);
-    const int begin = warp * stretch, end = min(begin + stretch, args.hidden);
-    tile.load_rows(begin, end);
-    let_dependents_start();
-    wait_for_predecessors();
-    read_rows<kTokens>(args, rows, pitch, partial);
-    for (int at = begin; at < end; at += tile.kColumns) {
-      if (at > begin) tile.load_rows(at, end);
-      tile.load_tokens(read, row < args.tokens, at, end);
-      tile.multiply_to(sum, at, end, args.shared_permuted);
-    }
+    one.row[0] = PlainWeight::at(task < experts ? args.router : args.shared_gate, task < experts ? task : 0,
+                                 args.hidden);
+    one.load(0, lane, args.hidden);
+  } else if (shared) {
+    two.row[0] = Weight::at(args.shared_gate_up, feature, args.hidden, args.shared_gate_up_scale,
+                            args.shared_gate_up_pitch);
+    two.row[1] = Weight::at(args.shared_gate_up, feature + args.shared_inner, args.hidden,
+                            args.shared_gate_up_scale, args.shared_gate_up_pitch);
+    two.load(0, lane, args.hidden);
   }
-  put_sums(sum, parts + warp * kTileRows * kFewTokens);
-  __syncthreads();
-  const int mine = threadIdx.x / kFewTokens, token = threadIdx.x % kFewTokens;
-  if (mine >= kTileRows || token >= args.tokens) return;
-  if (routing) {
-    if (first + mine < experts)
-      args.logits[token * experts + first + mine] =
-          gathered(parts, mine, token) +
-          (args.router_bias != nullptr ? widen(args.router_bias[first + mine]) : 0.f);
-  } else if (weighing) {
-    if (mine == 0) args.gates[token] = 1.f / (1.f + __expf(-rounded(gathered(parts, 0, token))));
-  } else if (mine < kTileRows / 2) {
-    const float value = activated(gathered(parts, mine, token), gathered(parts, mine + 8, token), 0);
-    args.between[(token * (args.rules.top + 1) + args.rules.top) * args.pitch + feature + mine] =
-        static_cast<bf16>(narrow2(value, 0.f));
+  let_dependents_start();
+  wait_for_predecessors();
+  read_rows<kTokens>(args, rows, partial);
+  const int vectors = args.hidden / 8;
+  if (plain) {
+    float sum[kTokens] = {};
+    for (int at = 0; at < args.hidden; at += Plain::kColumns) {
+      if (at > 0) one.load(at, lane, args.hidden);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        float found[1] = {};
+        one.add(found, rows + t * vectors, at, lane, args.hidden, false);
+        sum[t] += found[0];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const float total = warp_sum(sum[t]);
+      if (lane != 0 || t >= args.tokens) continue;
+      if (task < experts)
+        args.logits[t * experts + task] =
+            total + (args.router_bias != nullptr ? widen(args.router_bias[task]) : 0.f);
+      else
+        args.gates[t] = 1.f / (1.f + __expf(-rounded(total)));
+    }
+  } else if (shared) {
+    float gate[kTokens] = {}, up[kTokens] = {};
+    for (int at = 0; at < args.hidden; at += Pair::kColumns) {
+      if (at > 0) two.load(at, lane, args.hidden);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        float found[2] = {};
+        two.add(found, rows + t * vectors, at, lane, args.hidden, args.shared_permuted);
+        gate[t] += found[0];
+        up[t] += found[1];
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const float g = warp_sum(gate[t]), u = warp_sum(up[t]);
+      if (lane == 0 && t < args.tokens)
+        args.between[(t * (args.rules.top + 1) + args.rules.top) * args.pitch + feature] =
+            static_cast<bf16>(narrow2(activated(g, u, 0), 0.f));
+    }
   }
 }
 
 // ---- 2: gate and up of the chosen experts
 
-// A block has eight rows of an expert's gate and those of its up at a time; its warps share K.
 template <typename Weight, bool kOnce>
 __global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_constant__ FewArguments args) {
+  extern __shared__ uint4 rows[];
   __shared__ FewChoice choice;
-  __shared__ float parts[2][kWarps * kTileRows * kFewTokens];
   wait_for_predecessors();
   // Not before: who starts behind this may count on the first launch having finished.
   let_dependents_start();
-  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4;
-  const int slots = args.rules.top + 1, per = args.inner / 8;
-  Tile<Weight> tile;
-  const int stretch = stretch_of(args.hidden, tile.kStep);
-  const int begin = warp * stretch, end = min(begin + stretch, args.hidden);
-  const bf16* normed = args.normed + static_cast<long long>(min(row, args.tokens - 1)) * args.hidden;
-  const auto read = [&](int at) { return __ldcg(reinterpret_cast<const uint4*>(normed + at)); };
-  if (kOnce) tile.load_tokens(read, row < args.tokens, begin, end);
+  const int vectors = args.hidden / 8, lane = threadIdx.x % 32;
   choice.choose(args);
+  // Meanwhile the warps that don't choose fetch the rows.
+  const int spare = args.tokens < kWarps ? args.tokens * 32 : 0;
+  if (threadIdx.x >= spare) {
+    for (int i = threadIdx.x - spare; i < args.tokens * vectors; i += 32 * kWarps - spare)
+      rows[i] = __ldcg(reinterpret_cast<const uint4*>(args.normed) + i);
+  }
   choice.list(args);
 
-  const int tasks = choice.active * per;
-  const auto aim = [&](int task) {
-    const int member = task / per;
-    const long long first = 2ll * choice.member[member] * args.inner + (task - member * per) * 8 + row;
-    tile.low = Weight::at(args.gate_up, first, args.hidden, args.gate_up_scale, args.gate_up_pitch);
-    tile.high =
+  const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int warps = gridDim.x * kWarps, slots = args.rules.top + 1;
+  using Pair = Rows<Weight, 2>;
+  for (int task = warp; task < choice.active * args.inner; task += warps) {
+    const int member = task / args.inner, feature = task - member * args.inner;
+    const int expert = choice.member[member];
+    Pair two;
+    const long long first = 2ll * expert * args.inner + feature;
+    two.row[0] = Weight::at(args.gate_up, first, args.hidden, args.gate_up_scale, args.gate_up_pitch);
+    two.row[1] =
         Weight::at(args.gate_up, first + args.inner, args.hidden, args.gate_up_scale, args.gate_up_pitch);
-  };
-  int task = blockIdx.x, buffer = 0;
-  if (task < tasks) {
-    aim(task);
-    tile.load_rows(begin, end);
-  }
-  for (; task < tasks; task += gridDim.x, buffer ^= 1) {
-    float sum[4] = {};
-    if constexpr (kOnce) {
-      tile.multiply_to(sum, begin, end, false);
-    } else {
-      for (int at = begin; at < end; at += tile.kColumns) {
-        if (at > begin) tile.load_rows(at, end);
-        tile.load_tokens(read, row < args.tokens, at, end);
-        tile.multiply_to(sum, at, end, false);
+    if (kOnce) two.load(0, lane, args.hidden);
+    // The memory is to be busy while this warp multiplies.
+    const int next = task + warps;
+    if (lane < 2 && next < choice.active * args.inner) {
+      const int behind = next / args.inner;
+      const long long row = 2ll * choice.member[behind] * args.inner + next - behind * args.inner;
+      prefetch_to_l2(
+          static_cast<const char*>(args.gate_up) + (row + lane * args.inner) * args.hidden * Weight::kBytes,
+          args.hidden * Weight::kBytes);
+    }
+    for (int takers = choice.takers[member]; takers != 0; takers &= takers - 1) {
+      const int t = __ffs(takers) - 1;
+      float sum[2] = {};
+      if constexpr (kOnce) {
+        two.add(sum, rows + t * vectors, 0, lane, args.hidden, false);
+      } else {
+        for (int at = 0; at < args.hidden; at += Pair::kColumns) {
+          two.load(at, lane, args.hidden);
+          two.add(sum, rows + t * vectors, at, lane, args.hidden, false);
+        }
       }
-    }
-    const int next = task + gridDim.x;
-    if (next < tasks) {
-      // On their way while the sums meet.
-      aim(next);
-      tile.load_rows(begin, end);
-    }
-    put_sums(sum, parts[buffer] + warp * kTileRows * kFewTokens);
-    __syncthreads();
-    const int mine = threadIdx.x / kFewTokens, token = threadIdx.x % kFewTokens, member = task / per;
-    if (mine < 8 && choice.takers[member] >> token & 1) {
-      const int feature = (task - member * per) * 8 + mine;
-      float gate = gathered(parts[buffer], mine, token), up = gathered(parts[buffer], mine + 8, token);
+      float gate = warp_sum(sum[0]), up = warp_sum(sum[1]);
+      if (lane != 0) continue;
       if (args.gate_up_bias != nullptr) {
-        const long long at = 2ll * choice.member[member] * args.inner + feature;
-        gate += widen(args.gate_up_bias[at]);
-        up += widen(args.gate_up_bias[at + args.inner]);
+        gate += widen(args.gate_up_bias[first]);
+        up += widen(args.gate_up_bias[first + args.inner]);
       }
-      args.between[(token * slots + choice.slot(member, token)) * args.pitch + feature] =
+      args.between[(t * slots + choice.slot(member, t)) * args.pitch + feature] =
           static_cast<bf16>(narrow2(activated(gate, up, args.oss), 0.f));
+    }
+  }
+  if (args.prefetch && lane == 0) {
+    // The memory would have a pause between this launch and the next one.
+    const long long bytes = static_cast<long long>(args.hidden) * args.inner * Weight::kBytes;
+    const int pieces = static_cast<int>(bytes / kPrefetched);
+    for (int piece = warp; piece < choice.active * pieces; piece += warps) {
+      const int member = piece / pieces;
+      prefetch_to_l2(static_cast<const char*>(args.down) + choice.member[member] * bytes +
+                         static_cast<long long>(piece - member * pieces) * kPrefetched,
+                     kPrefetched);
     }
   }
 }
 
 // ---- 3: down and the sum
 
-// A block has 16 rows of down of all experts, a warp those of one expert at a time.
-template <typename Weight>
+// A lane has kSlots x kPer vectors on their way: kPer of each of kSlots experts.
+template <typename Weight, int kSlots, int kPer>
 __global__ void __launch_bounds__(32 * kDownWarps, 1) few_down(const __grid_constant__ FewArguments args) {
+  extern __shared__ uint4 between[];
   __shared__ FewChoice choice;
-  // Of each choice of a token, so that a token's sum has one order in any company.
-  __shared__ float results[(kMaxTop + 1) * kTileRows * kFewTokens];
-  const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4, feature = blockIdx.x * kTileRows;
-  const int top = args.rules.top, slots = top + 1;
-  for (int i = threadIdx.x; i < slots * kTileRows * kFewTokens; i += 32 * kDownWarps) results[i] = 0.f;
+  constexpr int kVector = Weight::kVector, kColumns = 32 * kPer * kVector;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int top = args.rules.top, slots = top + 1, used = top + (args.shared_inner > 0);
   // The launch before lets this one start when it has seen the first one's end.
   choice.choose(args);
-  choice.list(args);
-  const int entries = choice.active + (args.shared_inner > 0);
-  Tile<Weight> tile;
-  const auto aim = [&](int entry) {
-    if (entry < choice.active) {
-      const long long first = static_cast<long long>(choice.member[entry]) * args.hidden + feature + row;
-      tile.low = Weight::at(args.down, first, args.inner, args.down_scale, args.down_pitch);
-      tile.high = Weight::at(args.down, first + 8, args.inner, args.down_scale, args.down_pitch);
-    } else {
-      tile.low = Weight::at(args.shared_down, feature + row, args.shared_inner, args.shared_down_scale,
-                            args.shared_down_pitch);
-      tile.high = Weight::at(args.shared_down, feature + row + 8, args.shared_inner, args.shared_down_scale,
-                             args.shared_down_pitch);
-    }
-  };
-  const auto width_of = [&](int entry) { return entry < choice.active ? args.inner : args.shared_inner; };
-  // The columns behind those that a warp loads first.
-  const auto ask_for_rest = [&](int entry) {
-    const int lane = threadIdx.x % 32, rest = width_of(entry) - tile.kColumns;
-    if (rest <= 0 || lane >= kTileRows) return;
-    const void* from = entry < choice.active ? args.down : args.shared_down;
-    const long long at = (entry < choice.active ? choice.member[entry] : 0ll) * args.hidden + feature + lane;
-    prefetch_to_l2(static_cast<const char*>(from) + (at * width_of(entry) + tile.kColumns) * Weight::kBytes,
-                   rest * Weight::kBytes);
-  };
-  if (warp < entries) {
-    aim(warp);
-    tile.load_rows(0, width_of(warp));
-    ask_for_rest(warp);
-  }
-  let_dependents_start();
-  wait_for_predecessors();
-  for (int entry = warp; entry < entries; entry += kDownWarps) {
-    const bool routed = entry < choice.active;
-    const int width = width_of(entry), takers = routed ? choice.takers[entry] : (1 << args.tokens) - 1;
-    const auto slot_of = [&](int token) { return routed ? choice.slot(entry, token) : top; };
-    const bool real = takers >> row & 1;
-    const bf16* x = args.between + (real ? (row * slots + slot_of(row)) * args.pitch : 0);
-    const auto read = [&](int at) { return __ldcg(reinterpret_cast<const uint4*>(x + at)); };
-    float sum[4] = {};
-    for (int at = 0; at < width; at += tile.kColumns) {
-      if (at > 0) tile.load_rows(at, width);
-      tile.load_tokens(read, real, at, width);
-      tile.multiply_to(sum, at, width, !routed && args.shared_permuted);
-    }
-    const int next = entry + kDownWarps;
-    if (next < entries) {
-      aim(next);
-      tile.load_rows(0, width_of(next));
-      ask_for_rest(next);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = threadIdx.x % 4 * 2 + i % 2;
-      if (!(takers >> token & 1)) continue;
-      const int slot = slot_of(token);
-      const float by = routed                        ? choice.weight[token][slot]
-                       : args.shared_gate != nullptr ? __ldcg(args.gates + token)
-                                                     : 1.f;
-      results[(slot * kTileRows + row + i / 2 * 8) * kFewTokens + token] = sum[i] * by;
-    }
-  }
   __syncthreads();
-  const int mine = threadIdx.x / kFewTokens, token = threadIdx.x % kFewTokens;
-  if (mine >= kTileRows || token >= args.tokens) return;
-  float total = 0.f;
-  for (int slot = 0; slot < slots; ++slot) {
-    total += results[(slot * kTileRows + mine) * kFewTokens + token];
-    if (args.down_bias != nullptr && slot < top && choice.expert[token][slot] >= 0)
-      total += choice.weight[token][slot] *
-               widen(args.down_bias[static_cast<long long>(choice.expert[token][slot]) * args.hidden +
-                                    feature + mine]);
+  bool waited = false;
+  for (int base = blockIdx.x * kDownWarps; base < args.hidden; base += gridDim.x * kDownWarps) {
+    const int feature = min(base + warp, args.hidden - 1);
+    float mine = 0.f;
+    for (int t = 0; t < args.tokens; ++t) {
+      float sum = 0.f;
+      for (int first = 0; first < used; first += kSlots) {
+        for (int column = 0; column < args.pitch; column += kColumns) {
+          uint4 piece[kSlots][kPer];
+          float scale[Weight::kScaled ? kSlots : 1][Weight::kScaled ? kPer : 1];
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) {
+            const int slot = first + s;
+            const int width = choice.width(args, t, slot);
+            const Weight row = slot < top ? Weight::at(args.down, choice.row(args, t, slot) + feature,
+                                                       args.inner, args.down_scale, args.down_pitch)
+                                          : Weight::at(args.shared_down, feature, args.shared_inner,
+                                                       args.shared_down_scale, args.shared_down_pitch);
+#pragma unroll
+            for (int v = 0; v < kPer; ++v) {
+              const int at = column + (v * 32 + lane) * kVector;
+              if (at < width) {
+                piece[s][v] = row.vector(at);
+                if constexpr (Weight::kScaled) scale[s][v] = row.factor(at);
+              }
+            }
+          }
+          if (first == 0 && column == 0 && lane < used) {
+            // The next token's rows, or those of the next feature's first token.
+            const bool more = t + 1 < args.tokens;
+            const int token = more ? t + 1 : 0;
+            const int at = more ? feature : feature + gridDim.x * kDownWarps;
+            const int width = at < args.hidden ? choice.width(args, token, lane) : 0;
+            const void* from = lane < top ? args.down : args.shared_down;
+            const long long row = lane < top ? choice.row(args, token, lane) : 0;
+            if (width > 0)
+              prefetch_to_l2(static_cast<const char*>(from) + (row + at) * width * Weight::kBytes,
+                             width * Weight::kBytes);
+          }
+          if (!waited) {
+            waited = true;
+            let_dependents_start();
+            wait_for_predecessors();
+            for (int i = threadIdx.x; i < args.tokens * slots * args.pitch / 8; i += 32 * kDownWarps)
+              between[i] = __ldcg(reinterpret_cast<const uint4*>(args.between) + i);
+            __syncthreads();
+          }
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) {
+            const int slot = first + s;
+            const int width = choice.width(args, t, slot);
+            if (width == 0) continue;
+            const float by = slot < top                    ? choice.weight[t][slot]
+                             : args.shared_gate != nullptr ? __ldcg(args.gates + t)
+                                                           : 1.f;
+            const uint4* x = between + ((t * slots + slot) * args.pitch + column) / 8;
+#pragma unroll
+            for (int v = 0; v < kPer; ++v) {
+              const int at = (v * 32 + lane) * kVector;
+              if (column + at < width) {
+                float found = Weight::dot(piece[s][v], x + at / 8, slot >= top && args.shared_permuted);
+                if constexpr (Weight::kScaled) found *= scale[s][v];
+                sum = fmaf(by, found, sum);
+              }
+            }
+          }
+        }
+      }
+      if (args.down_bias != nullptr && lane < top) {
+        const int expert = choice.expert[t][lane];
+        if (expert >= 0)
+          sum += choice.weight[t][lane] *
+                 widen(args.down_bias[static_cast<long long>(expert) * args.hidden + feature]);
+      }
+      sum = warp_sum(sum);
+      if (lane == t) mine = sum;
+    }
+    if (base + warp < args.hidden && lane < args.tokens) {
+      if (args.residual != nullptr) {
+        bf16* to = args.residual + lane * args.residual_pitch + feature;
+        float before = widen(*to);
+        if (args.x != nullptr) before = rounded(before + widen(args.x[lane * args.x_pitch + feature]));
+        *to = static_cast<bf16>(narrow2(before + rounded(mine), 0.f));
+      } else {
+        args.out[static_cast<long long>(lane) * args.hidden + feature] =
+            static_cast<bf16>(narrow2(mine, 0.f));
+      }
+    }
   }
-  if (args.residual != nullptr) {
-    bf16* to = args.residual + token * args.residual_pitch + feature + mine;
-    float before = widen(*to);
-    if (args.x != nullptr) before = rounded(before + widen(args.x[token * args.x_pitch + feature + mine]));
-    *to = static_cast<bf16>(narrow2(before + rounded(total), 0.f));
-  } else {
-    args.out[static_cast<long long>(token) * args.hidden + feature + mine] =
-        static_cast<bf16>(narrow2(total, 0.f));
-  }
+}
+
+template <typename Weight>
+auto pick_down(int pitch) {
+  const int vectors = (pitch + 32 * Weight::kVector - 1) / (32 * Weight::kVector);  // of a lane in a row
+  return vectors == 1   ? few_down<Weight, 9, 1>
+         : vectors == 2 ? few_down<Weight, 9, 2>
+                        : few_down<Weight, 4, 4>;
 }
 
 struct Launch {
@@ -379,22 +390,21 @@ cudaError_t launch(void (*kernel)(FewArguments), const Launch& shape, const FewA
 
 template <typename Weight>
 cudaError_t run(const FewArguments& args, int units, int early, cudaStream_t stream) {
-  const int padded = args.tokens <= 1 ? 1 : args.tokens <= 2 ? 2 : args.tokens <= 4 ? 4 : 8;
-  const auto route = padded == 1   ? few_route<Weight, 1>
-                     : padded == 2 ? few_route<Weight, 2>
-                     : padded == 4 ? few_route<Weight, 4>
-                                   : few_route<Weight, 8>;
-  const int route_blocks = (args.rules.experts + kTileRows - 1) / kTileRows + args.shared_inner / 8 +
-                           (args.shared_gate != nullptr);
-  cudaError_t error =
-      launch(route, {route_blocks, 32 * kWarps, padded * (2 * args.hidden + 64)}, args, early, stream);
+  using Pair = Rows<Weight, 2>;
+  const int row_bytes = 2 * args.hidden;
+  const auto route = args.tokens == 1 ? few_route<Weight, 1> : few_route<Weight, 2>;
+  const int rows = args.rules.experts + args.shared_inner + (args.shared_gate != nullptr);
+  cudaError_t error = launch(route, {(rows + kWarps - 1) / kWarps, 32 * kWarps, args.tokens * row_bytes},
+                             args, early, stream);
   if (error != cudaSuccess) return error;
-  const int blocks = min(2 * units, args.tokens * args.rules.top * args.inner / 8);
-  const auto gate_up =
-      args.hidden <= kWarps * Tile<Weight>::kColumns ? few_gate_up<Weight, true> : few_gate_up<Weight, false>;
-  error = launch(gate_up, {blocks, 32 * kWarps, 0}, args, early, stream);
+  const int most = args.tokens * args.rules.top * args.inner;
+  const int blocks = min(2 * units, (most + kWarps - 1) / kWarps);
+  const auto gate_up = args.hidden <= Pair::kColumns ? few_gate_up<Weight, true> : few_gate_up<Weight, false>;
+  error = launch(gate_up, {blocks, 32 * kWarps, args.tokens * row_bytes}, args, early, stream);
   if (error != cudaSuccess) return error;
-  return launch(few_down<Weight>, {args.hidden / kTileRows, 32 * kDownWarps, 0}, args, early, stream);
+  const int down_blocks = min(units, (args.hidden + kDownWarps - 1) / kDownWarps);
+  const int shared = args.tokens * (args.rules.top + 1) * args.pitch * 2;
+  return launch(pick_down<Weight>(args.pitch), {down_blocks, 32 * kDownWarps, shared}, args, early, stream);
 }
 
 }  // namespace

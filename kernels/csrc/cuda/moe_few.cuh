@@ -9,7 +9,7 @@
 
 namespace quickturn {
 
-constexpr int kFewTokens = 8;
+constexpr int kFewTokens = 2;
 
 // Mirrored by a ctypes structure.
 struct FewArguments {
@@ -40,7 +40,7 @@ struct FewArguments {
   int tokens, hidden, inner, shared_inner, pitch;
   int gate_up_pitch, down_pitch, shared_gate_up_pitch, shared_down_pitch;  // elements of a row of scales
   int shared_permuted;  // the shared expert's columns are in the order of linear_fp8.cu
-  int oss, wide;
+  int oss, wide, prefetch;
   float eps;
 };
 
@@ -56,6 +56,9 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ float low_half(uint32_t two) { return __uint_as_float(two << 16); }
+__device__ __forceinline__ float high_half(uint32_t two) { return __uint_as_float(two & 0xFFFF0000u); }
+
 // Rows of bfloat16.
 struct PlainWeight {
   static constexpr int kVector = 8;  // elements of 16 bytes
@@ -70,6 +73,16 @@ struct PlainWeight {
   }
   __device__ __forceinline__ uint4 vector(int column) const { return stream_vector(row + column); }
   __device__ __forceinline__ float factor(int) const { return 1.f; }
+
+  // x: the same columns in shared memory.
+  static __device__ __forceinline__ float dot(const uint4& w, const uint4* x, bool) {
+    const uint4 b = *x;
+    float even = low_half(w.x) * low_half(b.x), odd = high_half(w.x) * high_half(b.x);
+    even = fmaf(low_half(w.y), low_half(b.y), even), odd = fmaf(high_half(w.y), high_half(b.y), odd);
+    even = fmaf(low_half(w.z), low_half(b.z), even), odd = fmaf(high_half(w.z), high_half(b.z), odd);
+    even = fmaf(low_half(w.w), low_half(b.w), even), odd = fmaf(high_half(w.w), high_half(b.w), odd);
+    return even + odd;
+  }
 };
 
 // Rows of e4m3 with a factor for each 128 x 128 block.
@@ -87,91 +100,69 @@ struct ScaledWeight {
   }
   __device__ __forceinline__ uint4 vector(int column) const { return stream_vector(row + column); }
   __device__ __forceinline__ float factor(int column) const { return __ldg(scale + column / 128); }
+
+  // permuted: of 16 columns, word q has 2q, 2q + 8, 2q + 1, 2q + 9.
+  static __device__ __forceinline__ float dot(const uint4& w, const uint4* x, bool permuted) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+    const uint4 first = x[0], second = x[1];
+    const uint32_t b[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    float even = 0.f, odd = 0.f;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const uint32_t low = widen_e4m3(static_cast<uint16_t>(words[q]));
+      const uint32_t high = widen_e4m3(static_cast<uint16_t>(words[q] >> 16));
+      const float x0 = low_half(permuted ? b[q] : b[2 * q]);
+      const float x1 = permuted ? low_half(b[q + 4]) : high_half(b[2 * q]);
+      const float x2 = permuted ? high_half(b[q]) : low_half(b[2 * q + 1]);
+      const float x3 = high_half(permuted ? b[q + 4] : b[2 * q + 1]);
+      even = fmaf(Half::widen(static_cast<uint16_t>(low)), x0, even);
+      odd = fmaf(Half::widen(static_cast<uint16_t>(low >> 16)), x1, odd);
+      even = fmaf(Half::widen(static_cast<uint16_t>(high)), x2, even);
+      odd = fmaf(Half::widen(static_cast<uint16_t>(high >> 16)), x3, odd);
+    }
+    return even + odd;
+  }
 };
 
-// What a warp multiplies at once: 256 columns of 16 rows with eight tokens. The rows are two groups of eight,
-// `low` and `high`, which may lie apart. Lane l has four columns' vectors of row l / 4 of both, and of token
-// l / 4; which of them is which column of a product doesn't matter, as long as rows and tokens agree.
-template <typename Weight>
-struct Tile {
-  static constexpr int kStep = 4 * Weight::kVector;
-  static constexpr int kColumns = 256;
-  static constexpr int kSteps = kColumns / kStep;
-  static constexpr int kX = Weight::kVector / 8;  // vectors of a token beside one of a row
+// Up to 2,048 columns of kRows rows, spread over a warp.
+template <typename Weight, int kRows>
+struct Rows {
+  static constexpr int kColumns = 2048;
+  static constexpr int kHeld = kColumns / 32 / Weight::kVector;
 
-  Weight low, high;
-  uint4 rows[2][kSteps];
-  uint4 tokens[kSteps][kX];
+  Weight row[kRows];
+  uint4 piece[kRows][kHeld];
+  float scale[kRows][kHeld];
 
-  // Of columns [from, end), at most kColumns of them; zeros for those beyond.
-  __device__ __forceinline__ void load_rows(int from, int end) {
+  __device__ __forceinline__ void load(int first, int lane, int columns) {
 #pragma unroll
-    for (int v = 0; v < kSteps; ++v) {
-      const int at = from + v * kStep + threadIdx.x % 4 * Weight::kVector;
-      rows[0][v] = rows[1][v] = make_uint4(0, 0, 0, 0);
-      if (at < end) {
-        rows[0][v] = low.vector(at);
-        rows[1][v] = high.vector(at);
-      }
-    }
-  }
-
-  // `read(column)` gives eight values of this lane's token; if there's no such token, `real` is false.
-  template <typename Read>
-  __device__ __forceinline__ void load_tokens(Read read, bool real, int from, int end) {
+    for (int v = 0; v < kHeld; ++v) {
+      const int at = first + (v * 32 + lane) * Weight::kVector;
 #pragma unroll
-    for (int v = 0; v < kSteps; ++v) {
-      const int at = from + v * kStep + threadIdx.x % 4 * Weight::kVector;
-#pragma unroll
-      for (int i = 0; i < kX; ++i)
-        tokens[v][i] = real && at < end ? read(at + i * 8) : make_uint4(0, 0, 0, 0);
-    }
-  }
-
-  // sum[0], sum[1]: row l / 4 of `low`, tokens l % 4 * 2 and the next; sum[2], sum[3]: that row of `high`.
-  // permuted: of 16 e4m3 columns, word q has 2q, 2q + 8, 2q + 1, 2q + 9.
-  __device__ __forceinline__ void multiply_to(float (&sum)[4], int from, int end, bool permuted) const {
-    float part[2][4] = {};
-#pragma unroll
-    for (int v = 0; v < kSteps; ++v) {
-      const uint32_t l[4] = {rows[0][v].x, rows[0][v].y, rows[0][v].z, rows[0][v].w};
-      const uint32_t h[4] = {rows[1][v].x, rows[1][v].y, rows[1][v].z, rows[1][v].w};
-      if constexpr (Weight::kScaled) {
-        const int at = min(from + v * kStep, end - 1);
-        const uint4 &first = tokens[v][0], &second = tokens[v][kX - 1];
-        const uint32_t x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-        float found[4] = {};
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const uint32_t a[4] = {even_bytes<Bfloat>(l[word]), even_bytes<Bfloat>(h[word]),
-                                 odd_bytes<Bfloat>(l[word]), odd_bytes<Bfloat>(h[word])};
-          const uint32_t even = permuted ? x[word] : __byte_perm(x[2 * word], x[2 * word + 1], 0x5410);
-          const uint32_t odd = permuted ? x[word + 4] : __byte_perm(x[2 * word], x[2 * word + 1], 0x7632);
-          multiply(found, a, even, odd);
+      for (int r = 0; r < kRows; ++r)
+        if (at < columns) {
+          piece[r][v] = row[r].vector(at);
+          scale[r][v] = row[r].factor(at);
         }
-        const float by[2] = {low.factor(at), high.factor(at)};
+    }
+  }
+
+  // x: a whole row of them in shared memory.
+  __device__ __forceinline__ void add(float (&sum)[kRows], const uint4* x, int first, int lane, int columns,
+                                      bool permuted) const {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) part[0][i] += found[i] * by[i / 2];
-      } else {
-        const uint4& x = tokens[v][0];
-        const uint32_t a[2][4] = {{l[0], h[0], l[1], h[1]}, {l[2], h[2], l[3], h[3]}};
-        multiply(part[0], a[0], x.x, x.y);
-        multiply(part[1], a[1], x.z, x.w);
+    for (int v = 0; v < kHeld; ++v) {
+      const int at = first + (v * 32 + lane) * Weight::kVector;
+      if (at < columns) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          sum[r] += scale[r][v] * Weight::dot(piece[r][v], x + at / 8, permuted);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += part[0][i] + part[1][i];
   }
 };
 
-// This lane's sums to [16][kFewTokens], `low` rows first.
-__device__ __forceinline__ void put_sums(const float (&sum)[4], float* to) {
-  const int row = threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[(row + i / 2 * 8) * kFewTokens + token + i % 2] = sum[i];
-}
-
-// Who chose whom. At most eight tokens.
+// Who chose whom.
 struct FewChoice {
   float weight[kFewTokens][kMaxTop];
   short expert[kFewTokens][kMaxTop];   // -1: nobody
@@ -193,6 +184,19 @@ struct FewChoice {
       weight[t][lane] = by;
       expert[t][lane] = static_cast<short>(which);
     }
+  }
+
+  // Columns of down that a slot of a token has to do with: none where nobody was chosen. The slot behind the
+  // choices is the shared expert's.
+  __device__ __forceinline__ int width(const FewArguments& args, int t, int slot) const {
+    if (slot > args.rules.top) return 0;
+    if (slot == args.rules.top) return args.shared_inner;
+    return expert[t][slot] >= 0 ? args.inner : 0;
+  }
+
+  // The first row of down of the expert that a token chose.
+  __device__ __forceinline__ long long row(const FewArguments& args, int t, int slot) const {
+    return static_cast<long long>(expert[t][slot]) * args.hidden;
   }
 
   // All threads of the block, of at least four warps; a thread has one choice of one token. Ends with a

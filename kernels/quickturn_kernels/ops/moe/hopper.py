@@ -67,8 +67,8 @@ if cuda_build.available((9, 0)):
         shared: SharedExpert | None,
         positions: Tensor | None,
     ) -> Tensor:
-        """See `quickturn_kernels.moe_block`. For at most eight tokens."""
-        if not (hopper_few.takes(experts, router, shared) and takes_rows(x)):
+        """See `quickturn_kernels.moe_block`. For one or two tokens."""
+        if not (hopper_few.takes(experts, router, shared) and takes_rows(x, experts, router, shared)):
             return composed(x, router, experts, shared, positions)
         return hopper_few.launch(x, router, experts, shared, positions)
 
@@ -90,11 +90,11 @@ if cuda_build.available((9, 0)):
         shared: SharedExpert | None,
         positions: Tensor | None,
     ) -> None:
-        """See `quickturn_kernels.residual_moe_block`. For at most eight tokens."""
+        """See `quickturn_kernels.residual_moe_block`. For one or two tokens."""
         if (
             hopper_few.takes(experts, router, shared)
-            and takes_rows(residual)
-            and (branch is None or takes_rows(branch))
+            and takes_rows(residual, experts, router, shared)
+            and (branch is None or takes_rows(branch, experts, router, shared))
         ):
             stream = Stream(residual, norm_weight, eps)
             hopper_few.launch(branch, router, experts, shared, positions, stream)

@@ -1,4 +1,4 @@
-"""Mixtures of experts over at most eight tokens on a Hopper GPU: the launches of csrc/cuda/moe_few.cu."""
+"""Mixtures of experts over one or two tokens on a Hopper GPU: the launches of csrc/cuda/moe_few.cu."""
 
 import ctypes
 from dataclasses import dataclass
@@ -16,9 +16,17 @@ from quickturn_kernels.ops.moe.hopper_route import takes as takes_rules
 from quickturn_kernels.ops.moe.weights import FP8_SIDE, ExpertWeights, Router, SharedExpert
 from quickturn_kernels.platform import describe
 
-MAX_TOKENS = 8
+MAX_TOKENS = 2
+"""kFewTokens of csrc/cuda/moe_few.cuh: with more the portable kernels are as fast."""
+
 UNIT = 16
 """Sizes are multiples of this."""
+
+SHARED_MEMORY = 200_000
+"""Bytes of one block, for what the activation made of all tokens."""
+
+PREFETCH_TOKENS = 1
+"""Up to so many tokens the second halves of their experts fit into L2 beside what else is read."""
 
 _POINTERS = (
     *("x", "residual", "norm", "router", "router_bias", "positions", "gate_up", "down", "gate_up_bias"),
@@ -27,7 +35,7 @@ _POINTERS = (
 )
 _INTEGERS = (
     *("tokens", "hidden", "inner", "shared_inner", "pitch", "gate_up_pitch", "down_pitch"),
-    *("shared_gate_up_pitch", "shared_down_pitch", "shared_permuted", "oss", "wide"),
+    *("shared_gate_up_pitch", "shared_down_pitch", "shared_permuted", "oss", "wide", "prefetch"),
 )
 
 
@@ -84,14 +92,16 @@ def _takes_shared(shared: SharedExpert, fp8: bool) -> bool:
     )
 
 
-def takes_rows(x: Tensor) -> bool:
+def takes_rows(x: Tensor, experts: ExpertWeights, router: Router, shared: SharedExpert | None) -> bool:
     """Whether so many tokens fit, and these rows can be read 16 bytes at a time."""
+    tokens = x.shape[0]
     return (
-        0 < x.shape[0] <= MAX_TOKENS
+        0 < tokens <= MAX_TOKENS
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
         and x.data_ptr() % 16 == 0
+        and 2 * tokens * (router.routing.top_k + 1) * _pitch(experts, shared) <= SHARED_MEMORY
     )
 
 
@@ -113,8 +123,7 @@ def launch(
     rows = x if stream is None else stream.residual
     assert rows is not None
     tokens, hidden, device = rows.shape[0], rows.shape[1], rows.device
-    top = router.routing.top_k
-    pitch = max(experts.intermediate, 0 if shared is None else shared.down.shape[1])
+    top, pitch = router.routing.top_k, _pitch(experts, shared)
     normed = torch.empty((tokens, hidden), dtype=rows.dtype, device=device)
     between = torch.empty((tokens, top + 1, pitch), dtype=rows.dtype, device=device)
     scores = torch.empty((tokens, experts.count + 1), dtype=torch.float32, device=device)
@@ -159,6 +168,7 @@ def launch(
         shared_permuted=shared is not None and shared.down.layout == HOPPER_BLOCK,
         oss=experts.activation == "gpt_oss",
         wide=stream is not None and stream.norm.dtype == torch.float32,
+        prefetch=tokens <= PREFETCH_TOKENS,
         eps=0.0 if stream is None else stream.eps,
     )
     code = _function(device)(
@@ -171,6 +181,10 @@ def launch(
     if code != 0:
         raise RuntimeError(f"mixture of {experts.count} experts over {tuple(rows.shape)}: CUDA error {code}")
     return out
+
+
+def _pitch(experts: ExpertWeights, shared: SharedExpert | None) -> int:
+    return max(experts.intermediate, 0 if shared is None else shared.down.shape[1])
 
 
 def _address(tensor: Tensor | None) -> int | None:
