@@ -173,7 +173,7 @@ def test_retracted_in_the_middle(checkpoints: Checkpoints, rng: np.random.Genera
     driver = listener.driver
     answer = capacity // users
     neighbours = [
-        driver.add(prompt, max_tokens=answer, priority=1) for prompt in random_prompts(rng, [20] * users)
+        driver.add(prompt, max_tokens=answer, priority=1) for prompt in random_prompts(rng, [2] * users)
     ]
     while not all(driver.answers[id].tokens for id in neighbours):
         listener.step()

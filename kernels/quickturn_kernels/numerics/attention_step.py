@@ -36,7 +36,7 @@ def attention_step_cases() -> tuple[Case, ...]:
 
 
 def attention_step_case(shape: Shape, norms: bool, gated: bool = False) -> Case:
-    """The case of one shape. gated: with a gate, float32 weights of norms, and a quarter of the dims turned."""
+    """The case of one shape. gated: with a gate, float32 norm weights, and a quarter of the dims turned."""
     return Case(
         "rotary_attention_decode",
         f"{shape.name}{', norms' if norms else ''}{', gated' if gated else ''}",
