@@ -83,13 +83,13 @@ STAGES = (
         "qwen35_35b_a3b",
         80,
         "qwen3.5-35b-a3b",
-        "--decode 1x2048,8x2048,32x2048,64x2048,1x131072 --first-token 32768 --max-requests 64 --steps 48",
+        "--decode 1x2048,2x2048,8x2048,32x2048,64x2048,1x131072 --first-token 32768 --max-requests 64 --steps 48",
     ),
     latency_stage(
         "qwen35_35b_a3b_1m",
         60,
-        "qwen3.5-35b-a3b",
-        "--kv-cache-dtype fp8 --decode 1x131072,1x1000000 --max-requests 1 --steps 48",
+        "qwen3.5-35b-a3b-1m",
+        "--kv-cache-dtype fp8 --decode 1x131072,1x1000000 --max-requests 1 --steps 48 --skip-prompts",
     ),
     latency_stage(
         "qwen35_9b",
