@@ -83,7 +83,7 @@ STAGES = (
         "qwen35_35b_a3b",
         80,
         "qwen3.5-35b-a3b",
-        "--decode 1x2048,2x2048,8x2048,32x2048,64x2048,1x131072 --first-token 32768 --max-requests 64 --steps 48",
+        "--decode 1x2048,2x2048,8x2048,32x2048,64x2048,1x131072 --first-token 32768 --steps 48",
     ),
     latency_stage(
         "qwen35_35b_a3b_1m",
