@@ -5,7 +5,8 @@
 
 Stages run one after another, the most telling first; a stage that reaches its own limit is ended and the
 next begins. Each leaves a log and its result files in the folder, and `session.json` says how each ended.
-Needs what the core needs (torch, numpy, safetensors, transformers), pytest with xdist, and nvcc; no network.
+Needs what the core needs (torch, numpy, safetensors, transformers), pytest with xdist, and nvcc; several ranks
+need msgspec and pyzmq besides. No network.
 """
 
 import argparse
@@ -16,8 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 SHAPES = "benchmarks/shapes"
 LATENCY = "-m quickturn bench latency {shape} --load-format dummy --dtype bfloat16"
@@ -40,12 +43,15 @@ with ThreadPoolExecutor(14) as pool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A command of this interpreter, in `folder` of the repository, and the seconds that it may take."""
+    """A command of this interpreter, in `folder` of the repository, the seconds that it may take, and the GPUs
+    without which it is left out.
+    """
 
     name: str
     seconds: int
     arguments: tuple[str, ...]
     folder: str = "."
+    gpus: int = 1
 
 
 def pytest_stage(name: str, seconds: int, paths: str, workers: int, folder: str = ".") -> Stage:
@@ -98,6 +104,17 @@ STAGES = (
         "--decode 1x2048,8x2048,32x2048,64x2048 --first-token 32768 --repeats 3 --max-requests 64 --steps 48",
     ),
     latency_stage("qwen3_06b", 30, "qwen3-0.6b", "--decode 1x2048,8x2048 --max-requests 8"),
+    pytest_stage("ranks", 90, "tests/engine/test_gpu_ranks.py", 4),
+    Stage(
+        "all_reduce",
+        45,
+        ("benchmarks/all_reduce.py", "--ranks", "2", "--json", "{out}/h200_all_reduce.json"),
+        gpus=2,
+    ),
+    replace(
+        latency_stage("qwen3_8b_tp2", 75, "qwen3-8b", "--tp 2 --decode 1x2048,8x2048,32x2048 --steps 48"),
+        gpus=2,
+    ),
 )
 
 
@@ -129,15 +146,15 @@ def run_stage(stage: Stage, out: Path, seconds: float) -> dict[str, object]:
     return {"name": stage.name, "exit": code, "seconds": took, "cut": took >= seconds}
 
 
-def chosen(only: str) -> Iterable[Stage]:
-    """The stages named in `only`, in their own order; all of them where it is empty. Raises SystemExit for a
-    name that no stage has.
+def chosen(only: str, gpus: int) -> Iterable[Stage]:
+    """The stages named in `only`, in their own order; where it is empty, all for which there are enough GPUs.
+    Raises SystemExit for a name that no stage has.
     """
     names = [name for name in only.split(",") if name]
     unknown = set(names) - {stage.name for stage in STAGES}
     if unknown:
         raise SystemExit(f"no such stage: {', '.join(sorted(unknown))}; there are {[s.name for s in STAGES]}")
-    return [stage for stage in STAGES if not names or stage.name in names]
+    return [stage for stage in STAGES if stage.name in names or (not names and stage.gpus <= gpus)]
 
 
 def main() -> None:
@@ -153,7 +170,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.limit
     results: list[dict[str, object]] = []
-    for stage in chosen(options.only):
+    for stage in chosen(options.only, torch.cuda.device_count()):
         left = end - time.monotonic() - 15
         if left < 10:
             results.append({"name": stage.name, "exit": None, "seconds": 0.0, "cut": True})
