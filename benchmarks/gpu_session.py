@@ -5,8 +5,8 @@
 
 Stages run one after another, the most telling first; a stage that reaches its own limit is ended and the
 next begins. Each leaves a log and its result files in the folder, and `session.json` says how each ended.
-Needs what the core needs (torch, numpy, safetensors, transformers), pytest with xdist, and nvcc; several ranks
-need msgspec and pyzmq besides. No network.
+Needs what the core needs (torch, numpy, safetensors, transformers), pytest with xdist, and nvcc; several
+ranks need msgspec and pyzmq besides. No network.
 """
 
 import argparse
@@ -43,8 +43,8 @@ with ThreadPoolExecutor(14) as pool:
 
 @dataclass(frozen=True)
 class Stage:
-    """A command of this interpreter, in `folder` of the repository, the seconds that it may take, and the GPUs
-    without which it is left out.
+    """A command of this interpreter, in `folder` of the repository, the seconds that it may take, and the
+    GPUs without which it is left out.
     """
 
     name: str
