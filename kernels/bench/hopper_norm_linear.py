@@ -192,4 +192,5 @@ def main() -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()

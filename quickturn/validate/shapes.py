@@ -34,7 +34,7 @@ from quickturn.models.experts import Mix
 from quickturn.models.mixers import Attend, Delta
 
 FEW = 8
-"""The most rows that a norm is folded into a product for."""
+"""The most rows that a product may have a norm or an addition inside for."""
 
 PROMPT_GROUP = 48
 """Rows of one swept call of prompts: their tokens add up."""
@@ -94,7 +94,8 @@ def _cases(declaration: Declaration, setting: Setting) -> Iterator[Case]:
         case Row():
             yield from _linear(declaration.columns, declaration.rows, declaration.bias, setting)
             for few in _few(declaration.columns, declaration.rows, declaration.bias, setting):
-                yield added_case(few)
+                if not few.wide:  # of a norm's weight
+                    yield added_case(few)
         case Head():
             for rows in setting.rows:
                 shape = Matrix(rows, declaration.hidden, setting.dtype, declaration.vocab)
