@@ -76,6 +76,7 @@ class InProcess:
         self.vocabulary = self._core.ready().vocab_size
         self._queues: dict[int, asyncio.Queue[float | BaseException | None]] = {}
         self._steps: list[tuple[int, float, float]] = []
+        self._launched = self._core.last_step
         self._runs: asyncio.Task[None] | None = None
         self._ids = 0
 
@@ -119,7 +120,10 @@ class InProcess:
     def _deliver(self) -> None:
         outputs = self._core.step().outputs
         now = time.perf_counter()
-        step, figures = self._core.last_step, self._core.stats().values
+        launched, figures = self._core.last_step, self._core.stats().values
+        # Where two are in flight, what has just been measured is the one before.
+        step = self._launched if self._core._in_flight else launched
+        self._launched = launched
         if 0 < step.decode_rows < step.rows:
             expected, took = figures["step_us_predicted"] / 1e3, figures["step_us_measured"] / 1e3
             self._steps.append((step.tokens - step.decode_rows, expected, took))

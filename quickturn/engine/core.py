@@ -84,7 +84,6 @@ class EngineCore:
         self._announce: Callable[[Admitted], None] = lambda _: None
         self._finished: Counter[str] = Counter()
         self._generated = 0
-        self._settled = time.perf_counter()
         vocab_size = self._started.ready.vocab_size
         self.grammars = GrammarPool(
             lambda: tokenizer_info(config.model, vocab_size, self._started.eos_token_ids),
@@ -265,7 +264,7 @@ class EngineCore:
         return self._started.layout.total_bytes
 
     def skip_prompts(self) -> None:
-        """See `ModelRunner.skip_prompts`."""
+        """See `Runner.skip_prompts`."""
         self._runner.skip_prompts()
 
     def step_bytes(self, rows: int, context: int) -> int:
@@ -305,7 +304,6 @@ class EngineCore:
         )
         updates = [BlockUpdate(u.slots, u.indexes, u.blocks) for u in plan.block_updates]
         requests = self._slot_request[rows.slots[rows.samples != 0]].tolist()
-        launched = time.perf_counter()
         masks = None
         if self._constrained and any(self._row_of(id) is not None for id in requests):
 
@@ -315,7 +313,7 @@ class EngineCore:
         with room_for(f"a step of {plan.num_tokens} tokens", "lower --memory or --max-step-tokens"):
             pending = self._runner.launch(rows, updates, masks, groups)
         scored = self._slot_request[pending.scored_slots].tolist() if pending.scored_slots else ()
-        self._in_flight.append(InFlight(plan.step, requests, scored, pending, launched))
+        self._in_flight.append(InFlight(plan.step, requests, scored, pending))
         self.last_step = LastStep(plan.num_rows, plan.num_decode_rows, plan.num_tokens)
 
     def _admit(self, live: LiveRequest, slot: int, cached: int, known: int) -> None:
@@ -354,9 +352,7 @@ class EngineCore:
 
     def _settle(self, flight: InFlight, outputs: list[TokenOutput]) -> None:
         result = flight.pending.wait()
-        now = time.perf_counter()
-        elapsed = now - max(flight.launched, self._settled)
-        self._settled = now
+        elapsed_us = 1e6 * result.seconds
         tokens = result.tokens.tolist()
         for id, token in zip(flight.requests, tokens, strict=True):
             if token < 0 and id in self._live:
@@ -364,12 +360,10 @@ class EngineCore:
         for id, chunk in zip(flight.scored, result.scores, strict=True):
             self._tell_scores(id, chunk)
         if not self._alone:
-            self.times.append((flight.step, elapsed * 1e6))
+            self.times.append((flight.step, elapsed_us))
             self.digest = zlib.crc32(result.tokens.data, self.digest)
-            elapsed = 0.0
-        applied = self._scheduler.apply(
-            control.StepResult(flight.step, result.tokens, elapsed_us=elapsed * 1e6)
-        )
+            elapsed_us = 0.0
+        applied = self._scheduler.apply(control.StepResult(flight.step, result.tokens, elapsed_us=elapsed_us))
         ended = dict(zip(applied.ids.tolist(), applied.reasons.tolist(), strict=True))
         logprobs = result.logprobs or [None] * len(tokens)
         for id, token, accepted, logprob in zip(

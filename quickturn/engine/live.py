@@ -49,12 +49,13 @@ class InFlight:
     requests: Sequence[int]
     scored: Sequence[int]
     pending: PendingStep
-    launched: float
 
 
 @dataclass(frozen=True)
 class LastStep:
-    """Facts about the last step that was settled, for benchmarks. `seconds`: model and sampling alone."""
+    """Facts about the last step that was launched, for benchmarks. `seconds`: what the last one that was
+    settled took.
+    """
 
     rows: int = 0
     decode_rows: int = 0

@@ -38,8 +38,8 @@ class BlockUpdate:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: model
-    and sampling. `scores`: of prompts, by slot.
+    """What a step produced. `tokens`: int32 [S], in row order of the rows that sampled. `seconds`: what the
+    step added to the time of the steps before it. `scores`: of prompts, by slot.
     """
 
     tokens: NDArray[np.int32]
@@ -58,8 +58,12 @@ class PendingStep:
         started: float,
         done: torch.cuda.Event | None,
         scoring: Scoring | None = None,
+        before: torch.cuda.Event | None = None,
+        waited: float = 0.0,
     ) -> None:
-        """`tokens` is on the host; with `done` it is valid once that event has happened."""
+        """`tokens` is on the host; with `done` it is valid once that event has happened. `before`: the event
+        of the step before; `waited`: seconds since `started` that went into waiting for that step.
+        """
         self.scored_slots = [] if scoring is None else [part.slot for part in scoring.parts]
         """Slots whose prompts the step scores, in the order of `StepTokens.scores`."""
         self._scores: Callable[[], Sequence[ScoredChunk]] = tuple if scoring is None else scoring.fetch()
@@ -67,14 +71,20 @@ class PendingStep:
         self._logprobs = logprobs
         self._started = started
         self._done = done
-        self._seconds = time.perf_counter() - started
+        self._before = before
+        self._launching = time.perf_counter() - started - waited
 
     def wait(self) -> StepTokens:
         """Block until the tokens are here."""
-        seconds = self._seconds
+        seconds = self._launching
         if self._done is not None:
             self._done.synchronize()
-            seconds = time.perf_counter() - self._started
+            # By the device's clock: when the host looks, it may have spent long on launching the next step.
+            # That time counts for the step that was launched.
+            device = time.perf_counter() - self._started
+            if self._before is not None:
+                device = min(device, 1e-3 * self._before.elapsed_time(self._done))
+            seconds = max(seconds, device)
         tokens = self._tokens.numpy().astype(np.int32)
         return StepTokens(tokens, self._logprobs(), seconds, self._scores())
 
@@ -102,6 +112,7 @@ class Runner:
         self._scorer = PromptScorer(max_requests, vocab_size, device)
         self._graphs: StepGraphs | None = None
         self._wiper = Wiper(self.arena)
+        self._before: torch.cuda.Event | None = None
         self.steps: Counter[str] = Counter()
         """Steps by the path that they took: decode_graph, prompt_graph, kernels, scored."""
 
@@ -153,7 +164,9 @@ class Runner:
         replayed = self._replay(rows, groups) if scoring is None else None
         self.steps[_path(rows, replayed is not None, scoring is not None)] += 1
         logits = replayed[0] if replayed is not None else self._forward(rows, groups, scoring)
+        asked = time.perf_counter()
         mask = None if masks is None else masks()
+        waited = time.perf_counter() - asked
         if replayed is not None and mask is None and self._sampler.is_plain(rows.slots):
             sampled = SampledRows(replayed[1], list)
         else:
@@ -162,9 +175,10 @@ class Runner:
             return PendingStep(sampled.tokens, sampled.logprobs, started, None, scoring)
         host = torch.empty(len(sampled.tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        pending = PendingStep(host, sampled.logprobs, started, done, scoring)
+        done = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        pending = PendingStep(host, sampled.logprobs, started, done, scoring, self._before, waited)
         done.record()
+        self._before = done
         return pending
 
     def skip_prompts(self) -> None:
