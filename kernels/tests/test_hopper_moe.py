@@ -11,7 +11,7 @@ from quickturn_kernels import cuda_build, numerics, platform
 from quickturn_kernels.ops.fp8_linear.hopper_launch import HOPPER_BLOCK, ORDER
 from quickturn_kernels.ops.linear.fp8 import dequantize
 from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped, hopper_route, triton_tiles
-from quickturn_kernels.ops.moe.hopper_few import Stream, launch, takes, takes_rows
+from quickturn_kernels.ops.moe.hopper_few import Stream, launch, takes, takes_norm, takes_rows
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
@@ -28,6 +28,15 @@ TOKENS = (1, 2, 3, 33)
 def test_compiles_without_a_gpu() -> None:
     assert cuda_build.library((9, 0)).quickturn_moe_few is not None
     assert cuda_build.library((9, 0)).quickturn_moe_grouped is not None
+
+
+def test_norms_that_cant_be_read_16_bytes_at_a_time_are_left() -> None:
+    for dtype in (BF16, torch.float32):
+        weight = torch.ones(72, dtype=dtype)
+        assert takes_norm(weight)
+        assert not takes_norm(weight[1:65])
+        assert not takes_norm(torch.ones(128, dtype=dtype)[::2])
+    assert not takes_norm(torch.ones(64, dtype=torch.float16))
 
 
 def _random(*shape: int) -> Tensor:

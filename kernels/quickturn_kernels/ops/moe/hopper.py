@@ -93,6 +93,7 @@ if cuda_build.available((9, 0)):
         """See `quickturn_kernels.residual_moe_block`. For one or two tokens."""
         if (
             hopper_few.takes(experts, router, shared)
+            and hopper_few.takes_norm(norm_weight)
             and takes_rows(residual, experts, router, shared)
             and (branch is None or takes_rows(branch, experts, router, shared))
         ):

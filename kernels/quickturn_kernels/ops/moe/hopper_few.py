@@ -105,6 +105,15 @@ def takes_rows(x: Tensor, experts: ExpertWeights, router: Router, shared: Shared
     )
 
 
+def takes_norm(weight: Tensor) -> bool:
+    """Whether the kernel can read a norm's weight, 16 bytes at a time."""
+    return (
+        weight.dtype in (torch.bfloat16, torch.float32)
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+    )
+
+
 def launch(
     x: Tensor | None,
     router: Router,
