@@ -17,6 +17,8 @@ constexpr double kOverdrawn = 1.5;
 constexpr std::int32_t kStarvedSteps = 8;
 // What the least takes is measured again after so many larger ones.
 constexpr std::int32_t kLeastKnownFor = 8;
+// One piece in so many is twice as large as that: what once took long by accident is found out again.
+constexpr std::int32_t kMoreTriedEvery = 8;
 // What decoding alone takes is measured again after so many steps with prompts, and when rows have grown by
 // so much.
 constexpr std::int32_t kDecodesKnownFor = 64;
@@ -75,7 +77,7 @@ std::int32_t Scheduler::prefill_budget() const {
   const double decode_time = model_.predict(building_->load);
   const double limit = step_limit(decode_time);
   if (limit >= kNoLimit) return most;
-  if (!decodes_are_known()) return 0;
+  if (!decodes_are_known() && starved_steps_ + 1 < kStarvedSteps) return 0;
   const std::int32_t least = std::min(most, whole_tiles(0));
   const auto known = static_cast<std::int32_t>(model_.most_beside());
   if (known == 0) return least;
@@ -103,6 +105,7 @@ std::int32_t Scheduler::several_steps(double decode_time, double allowed, std::i
     const double enough = kOverdrawn * (time_with(least) - decode_time);
     tokens = whole_tiles(
         most_that(most, [&](std::int32_t many) { return time_with(many) - decode_time <= enough; }));
+    if (pieces_ % kMoreTriedEvery == kMoreTriedEvery - 1) tokens = whole_tiles(2 * tokens);
   }
   const std::int32_t steps = starved_steps_ + 1;
   const double spare = std::max(0.0, allowed - decode_time);
@@ -126,6 +129,7 @@ void Scheduler::note_prefills(std::int32_t budget) {
     lone_decodes_ = load.decode_tokens;
   } else if (load.decode_tokens > 0) {
     ++mixed_steps_;
+    ++pieces_;
     larger_prompts_ = load.prompt_tokens < 2 * kTile ? 0 : larger_prompts_ + 1;
   }
   starved_steps_ = budget > 0 ? 0 : starved_steps_ + 1;

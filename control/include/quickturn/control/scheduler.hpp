@@ -257,6 +257,7 @@ class Scheduler {
   std::int32_t starved_steps_ = 0;   // in a row, in which prefills got nothing
   std::int32_t mixed_steps_ = 0;     // in a row, with decoding rows and prompts
   std::int32_t larger_prompts_ = 0;  // steps in a row of them, with more prompt tokens than the least
+  std::int64_t pieces_ = 0;          // of prompts beside decoding rows
   double lone_decodes_ = 0.0;        // tokens of the last step of decoding rows alone
 
   Flight* building_ = nullptr;
