@@ -163,8 +163,8 @@ def test_everyone_gets_on(seed: int) -> None:
 
 
 def host_floor(stall: Callable[[int], bool], noise: Callable[[], float] = lambda: 1.0) -> Clock:
-    """A GPU whose steps with prompts are launched kernel by kernel: 11 ms with anything up to 260 tokens, where
-    decoding takes 4.4. Those for whose number `stall` holds take 20.
+    """A GPU whose steps with prompts are launched kernel by kernel: 11 ms for anything up to 260 tokens, and
+    4.4 for decoding. Those for whose number `stall` holds take 20.
     """
     number = 0
 
