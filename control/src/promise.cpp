@@ -17,7 +17,7 @@ constexpr double kOverdrawn = 1.5;
 constexpr std::int32_t kStarvedSteps = 8;
 // What the least takes is measured again after so many larger ones.
 constexpr std::int32_t kLeastKnownFor = 8;
-// One piece in so many is twice as large as that: what once took long by accident is found out again.
+// One piece in so many is a little larger than that: what once took long by accident is found out again.
 constexpr std::int32_t kMoreTriedEvery = 8;
 // What decoding alone takes is measured again after so many steps with prompts, and when rows have grown by
 // so much.
@@ -105,7 +105,8 @@ std::int32_t Scheduler::several_steps(double decode_time, double allowed, std::i
     const double enough = kOverdrawn * (time_with(least) - decode_time);
     tokens = whole_tiles(
         most_that(most, [&](std::int32_t many) { return time_with(many) - decode_time <= enough; }));
-    if (pieces_ % kMoreTriedEvery == kMoreTriedEvery - 1) tokens = whole_tiles(2 * tokens);
+    if (pieces_ % kMoreTriedEvery == kMoreTriedEvery - 1)
+      tokens = whole_tiles(tokens + std::max(kTile, tokens / 4));
   }
   const std::int32_t steps = starved_steps_ + 1;
   const double spare = std::max(0.0, allowed - decode_time);
