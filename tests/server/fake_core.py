@@ -64,6 +64,7 @@ class FakeCore:
         self._running: dict[int, _Running] = {}
         self._rejected: list[TokenOutput] = []
         self._checked: list[ConstraintChecked] = []
+        self._news: list[PromptScores] = []
         self._counts = {
             "added_total": 0,
             "cancelled_total": 0,
@@ -92,6 +93,8 @@ class FakeCore:
             prompt = array("i")
             prompt.frombytes(request.tokens)
             answer = [*spell(prompt.tolist()).encode(), EOS_ID]
+        if request.sampling.prompt_logprobs is not None:
+            self._news += _scores(request, request.sampling.prompt_logprobs)
         self._running[request.id] = _Running(
             request,
             answer,
@@ -122,7 +125,8 @@ class FakeCore:
         self.tell = tell
 
     def news(self) -> list[PromptScores]:
-        return []
+        news, self._news = self._news, []
+        return news
 
     def has_work(self) -> bool:
         return bool(self._running or self._rejected)
@@ -176,3 +180,16 @@ class FakeCore:
             top = [(0, -0.25 - index) for index in range(sampling.logprobs)]
             logprobs = [TokenLogprobs(-0.25, top) for _ in tokens]
         return TokenOutput(request_id, tokens, finish, cached, logprobs)
+
+
+def _scores(request: AddRequest, top: int) -> list[PromptScores]:
+    """Every token of the prompt but the first is as likely as any other."""
+    count = len(request.tokens) // 4 - 1
+    if count < 1:
+        return []
+    tops = array("i", range(top)).tobytes() * count, array("f", [-0.5] * top * count).tobytes()
+    return [
+        PromptScores(
+            request.id, 1, array("f", [-0.5] * count).tobytes(), array("i", [1] * count).tobytes(), *tops
+        )
+    ]

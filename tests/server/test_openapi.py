@@ -1,5 +1,6 @@
 """The HTTP surface against its own OpenAPI document, with bodies that nobody would write."""
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -51,3 +52,19 @@ def test_the_document_names_every_path() -> None:
 def test_the_document_is_valid(surface: schemathesis.BaseSchema) -> None:
     surface.validate()
     assert len(list(surface.get_all_operations())) == len(OPERATIONS)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_prompt_is_scored_by_this_engine_too(served: Served, path: str, top: int) -> None:
+    """Whatever a random body may ask for, the engine behind this surface has it."""
+    asked = {"prompt": "ïÖô"} if path == "completions" else {"messages": [{"role": "user", "content": "ïÖô"}]}
+    body = asked | {"max_tokens": 3, "prompt_logprobs": top}
+    answer = httpx.post(f"{served.root}/v1/{path}", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    scores = (
+        found["prompt_logprobs"] if "prompt_logprobs" in found else found["choices"][0]["prompt_logprobs"]
+    )
+    assert len(scores) == found["usage"]["prompt_tokens"]
+    assert scores[0] is None
