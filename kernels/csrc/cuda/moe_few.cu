@@ -189,9 +189,9 @@ __global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_const
   const int vectors = args.hidden / 8, lane = threadIdx.x % 32;
   choice.choose(args);
   // Meanwhile the warps that don't choose fetch the rows.
-  const int spare = args.tokens < kWarps ? args.tokens * 32 : 0;
-  if (threadIdx.x >= spare) {
-    for (int i = threadIdx.x - spare; i < args.tokens * vectors; i += 32 * kWarps - spare)
+  const int choosing = args.tokens * 32;
+  if (threadIdx.x >= choosing) {
+    for (int i = threadIdx.x - choosing; i < args.tokens * vectors; i += 32 * kWarps - choosing)
       rows[i] = __ldcg(reinterpret_cast<const uint4*>(args.normed) + i);
   }
   choice.list(args);

@@ -1,6 +1,7 @@
 """How one product of few rows is spread over a Hopper GPU, and its launch."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -99,15 +100,15 @@ def launch(
 @cache
 def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
     """The plan for a product with a weight of [weight_rows, columns] that fills a Hopper GPU."""
-    tile_rows, split, blocks = geometry(weight_rows, columns)
     features = weight_rows // 2 if gated else weight_rows
-    plan = Plan(tile_rows, split, blocks, MIN_STAGES, trigger=AT_ONCE)
-    fitting = [
-        n
-        for n in range(MIN_STAGES, MAX_STAGES + 1)
-        if shared_memory(rows, features, gated, replace(plan, stages=n)) <= RING_LIMIT
-    ]
-    return replace(plan, stages=max(fitting, default=MIN_STAGES))
+    return plan_within(weight_rows, columns, lambda plan: shared_memory(rows, features, gated, plan))
+
+
+def plan_within(weight_rows: int, columns: int, size: Callable[[Plan], int]) -> Plan:
+    """The plan with as many stages as a block's shared memory has room for; `size`: the bytes of a plan."""
+    plan = Plan(*geometry(weight_rows, columns), MIN_STAGES, trigger=AT_ONCE)
+    plans = [replace(plan, stages=stages) for stages in range(MIN_STAGES, MAX_STAGES + 1)]
+    return max((one for one in plans if size(one) <= RING_LIMIT), key=lambda one: one.stages, default=plan)
 
 
 def geometry(weight_rows: int, columns: int) -> tuple[int, int, int]:
@@ -128,7 +129,11 @@ def geometry(weight_rows: int, columns: int) -> tuple[int, int, int]:
 
 def shared_memory(rows: int, features: int, gated: bool, plan: Plan) -> int:
     """Bytes of dynamic shared memory that the kernel will ask for (as computed in few_rows_launch.cuh)."""
-    padded = next(n for n in (8, 16, 32, 64) if rows <= n)
+    return ring_memory(rows, features, gated, plan, padded=next(n for n in (8, 16, 32, 64) if rows <= n))
+
+
+def ring_memory(rows: int, features: int, gated: bool, plan: Plan, *, padded: int) -> int:
+    """Those of the ring, in whose stages lie `padded` rows of x, and of the sums."""
     slices = 2 if plan.tile_rows <= 64 else 1
     ring = plan.stages * slices * (plan.tile_rows + padded) * 128
     sums = rows * (plan.tile_rows + 4) * 4

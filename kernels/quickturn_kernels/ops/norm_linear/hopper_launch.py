@@ -3,22 +3,13 @@ launches. K is split as without the norm, so that a result has the same bits.
 """
 
 import ctypes
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from quickturn_kernels.cuda_build import library
-from quickturn_kernels.ops.linear.hopper_launch import (
-    AT_ONCE,
-    MAX_STAGES,
-    MIN_STAGES,
-    RING_LIMIT,
-    Plan,
-    geometry,
-    structure,
-)
+from quickturn_kernels.ops.linear.hopper_launch import Plan, plan_within, ring_memory, structure
 from quickturn_kernels.ops.linear.hopper_launch import choose as choose_plain
 from quickturn_kernels.ops.linear.hopper_launch import takes as takes_plain
 from quickturn_kernels.platform import describe
@@ -72,14 +63,8 @@ def takes_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) 
 @cache
 def choose(rows: int, weight_rows: int, columns: int, gated: bool) -> Plan:
     """The plan of `ops.linear` with as many stages as fit beside the normed rows."""
-    plan = Plan(*geometry(weight_rows, columns), MIN_STAGES, trigger=AT_ONCE)
     features = weight_rows // 2 if gated else weight_rows
-    fitting = [
-        n
-        for n in range(MIN_STAGES, MAX_STAGES + 1)
-        if shared_memory(rows, features, columns, gated, replace(plan, stages=n)) <= RING_LIMIT
-    ]
-    return replace(plan, stages=max(fitting, default=MIN_STAGES))
+    return plan_within(weight_rows, columns, lambda plan: shared_memory(rows, features, columns, gated, plan))
 
 
 def shared_memory(rows: int, features: int, columns: int, gated: bool, plan: Plan) -> int:
@@ -89,12 +74,7 @@ def shared_memory(rows: int, features: int, columns: int, gated: bool, plan: Pla
     slices = 2 if plan.tile_rows <= 64 else 1
     chunks = -(-columns // (64 * slices))
     normed = -(-chunks // plan.split) * slices * 8 * (rows | 1) * 16
-    ring = plan.stages * slices * plan.tile_rows * 128
-    sums = rows * (plan.tile_rows + 4) * 4
-    tiles = -(-features // (plan.tile_rows // 2 if gated else plan.tile_rows))
-    overread = -plan.tile_rows % 64 * 128
-    behind = sums - ring if plan.split > 1 or tiles <= plan.blocks else sums
-    return 1024 + -(-normed // 1024) * 1024 + ring + max(overread, behind)
+    return -(-normed // 1024) * 1024 + ring_memory(rows, features, gated, plan, padded=0)
 
 
 def launch_norm(
