@@ -94,15 +94,17 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
         )
     why = _no_graphs(runner, config, seat) if config.graphs else "not wanted"
     records = device.type in GRAPH_DEVICES
+    slow = 0
     if records and not why:
         with room_for(
             f"graphs of decode steps of up to {config.max_requests} rows",
             f"lower --memory (the cache takes {layout.total_bytes / 2**30:.2f} GiB) or --max-requests",
         ):
-            runner.capture_graphs(
+            slow = runner.capture_graphs(
                 config.max_step_tokens,
                 lambda done, total: progress(LoadProgress("recording graphs", done, total)),
                 seat.mesh.dp,
+                seat.agree,
             )
     ready = EngineReady(
         max_context=max_context,
@@ -117,6 +119,7 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
             "device": str(device),
             **_rank_facts(seat, device),
             **({"graphs": f"none: {why}"} if records and why else {}),
+            **({"mixed steps": f"{slow} graphs left out: recording took too long"} if slow else {}),
             "weights": f"{info.weight_bytes / 2**20:.0f} MiB",
             "cache": f"{layout.total_bytes / 2**20:.0f} MiB, {layout.capacity_tokens()} tokens",
             **_state_facts(layout),

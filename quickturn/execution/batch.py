@@ -7,7 +7,7 @@ of a fixed-size batch point to it, and it is never written.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -96,6 +96,42 @@ def prompt_arrays(rows: StepRows, padding_slot: int) -> list[NDArray[np.integer]
         return [*(array.astype(np.int64) for array in numbers), *decode_arrays(rows, 1, padding_slot)[2:]]
     none = np.zeros(1, dtype=np.int64)
     return [none + padding_slot, none, none, *decode_arrays(rows, 1, padding_slot)[2:]]
+
+
+def mixed_arrays(rows: StepRows, size: int, padding_slot: int) -> list[NDArray[np.integer]]:
+    """All that a step of decode rows beside one row of a prompt, the last, brings to the device. Of the rows,
+    decode rows filled up to `size`, then the prompt's: slots and first positions (int64 [size + 1]); the
+    number of the prompt's tokens (int64 [1]). Of the rows that are sampled, one behind the other: the last
+    token's index in the step, slot and position (int64 [size + 1]). Then the states as in `decode_arrays`.
+
+    Padding is as there; the prompt's row is padding if there is no row. Padding that is sampled is token 0.
+    """
+    decodes = len(rows.slots) - 1
+
+    def spread(array: NDArray[np.integer], dtype: type[np.integer], filler: int) -> NDArray[np.integer]:
+        whole = np.full(size + 1, filler, dtype=dtype)
+        if decodes >= 0:
+            whole[:decodes] = array[:decodes]
+            whole[size] = array[decodes]
+        return whole
+
+    positions, count = spread(rows.context_lens, np.int64, -1), np.zeros(1, dtype=np.int64)
+    ends, sampled = np.arange(size + 1), np.flatnonzero(spread(rows.samples, np.uint8, 0))
+    if decodes >= 0:
+        count[0] = rows.query_lens[-1]
+        ends[size] += count[0] - 1
+    else:
+        positions[size] = 0
+    at, slots = np.zeros(size + 1, dtype=np.int64), spread(rows.slots, np.int64, padding_slot)
+    sampled_slots, sampled_positions = np.full_like(at, padding_slot), np.full_like(at, -1)
+    at[: len(sampled)] = ends[sampled]
+    sampled_slots[: len(sampled)] = slots[sampled]
+    sampled_positions[: len(sampled)] = (positions + (ends - np.arange(size + 1)))[sampled]
+    arrays = [slots, positions, count, at, sampled_slots, sampled_positions]
+    for moves in rows.states:
+        arrays += [spread(moves.reads, np.int32, -1), spread(moves.writes, np.int32, -1)]
+        arrays.append(spread(moves.zero, np.uint8, 0))
+    return arrays
 
 
 def state_rows(tensors: Sequence[torch.Tensor]) -> tuple[StateRows, ...]:
@@ -268,6 +304,32 @@ class DeviceBatch:
             max_context_len=self.max_context,
             sample_rows=(count - 1).clamp_min(0),
             caches=self._caches,
+            states=state_rows(moves),
+        )
+
+    def mixed_batch(self, inputs: Sequence[torch.Tensor], prompt_tokens: int) -> ForwardBatch:
+        """A batch of decode rows and of the next tokens of one prompt, at most `prompt_tokens`, from tensors
+        on the device alone: a CUDA graph can record it.
+
+        inputs: what `mixed_arrays` lists.
+        """
+        slots, positions, count, sampled, _, _, *moves = inputs
+        every = self.decode_batch((slots, positions), self.max_context)
+        prompt = self.prompt_batch((slots[-1:], positions[-1:], count), prompt_tokens)
+        n = every.num_decode - 1
+        return replace(
+            every,
+            token_ids=torch.cat((every.token_ids[:n], prompt.token_ids)),
+            positions=torch.cat((every.positions[:n], prompt.positions)),
+            num_decode=n,
+            query_start=torch.cat((every.query_start[: n + 1], prompt.query_start[1:] + n)),
+            context_lens=torch.cat((every.context_lens[:n], prompt.context_lens)),
+            slot_mapping=tuple(
+                torch.cat((one[:n], chunk))
+                for one, chunk in zip(every.slot_mapping, prompt.slot_mapping, strict=True)
+            ),
+            max_query_len=prompt_tokens,
+            sample_rows=sampled,
             states=state_rows(moves),
         )
 

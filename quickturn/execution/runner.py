@@ -114,20 +114,25 @@ class Runner:
         self._wiper = Wiper(self.arena)
         self._before: torch.cuda.Event | None = None
         self.steps: Counter[str] = Counter()
-        """Steps by the path that they took: decode_graph, prompt_graph, kernels, scored."""
+        """Steps by the path that they took: decode_graph, prompt_graph, mixed_graph, kernels, scored."""
 
     def rehearse_graphs(self, max_step_tokens: int, groups: int = 1) -> None:
         """Run steps as `capture_graphs` would record them."""
         StepGraphs(self._model, self._batch, self._device, max_step_tokens, groups).rehearse()
 
     def capture_graphs(
-        self, max_step_tokens: int, progress: Callable[[int, int], None], groups: int = 1
-    ) -> None:
+        self,
+        max_step_tokens: int,
+        progress: Callable[[int, int], None],
+        groups: int = 1,
+        agree: Callable[[int], int] = int,
+    ) -> int:
         """Record the steps worth it, of at most `max_step_tokens` tokens; `progress(done, total)`. `groups`
-        of ranks with requests of their own do so together. Needs a CUDA device.
+        of ranks with requests of their own do so together; `agree`: the least of what all ranks say. Needs a
+        CUDA device. Returns how many steps weren't recorded because they would have taken too long.
         """
         self._graphs = StepGraphs(self._model, self._batch, self._device, max_step_tokens, groups)
-        self._graphs.capture(progress)
+        return self._graphs.capture(progress, agree)
 
     def admit(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
@@ -167,7 +172,7 @@ class Runner:
         asked = time.perf_counter()
         mask = None if masks is None else masks()
         waited = time.perf_counter() - asked
-        if replayed is not None and mask is None and self._sampler.is_plain(rows.slots):
+        if replayed is not None and mask is None and self._sampler.is_plain(rows.slots[rows.samples != 0]):
             sampled = SampledRows(replayed[1], list)
         else:
             sampled = self._sample(logits, rows, mask)
@@ -248,6 +253,8 @@ class Runner:
 
 
 def _path(rows: StepRows, replayed: bool, scored: bool) -> str:
+    if replayed and rows.decodes_only():
+        return "decode_graph"
     if replayed:
-        return "decode_graph" if rows.decodes_only() else "prompt_graph"
+        return "mixed_graph" if rows.num_decode else "prompt_graph"
     return "scored" if scored else "kernels"
