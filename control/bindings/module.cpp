@@ -131,12 +131,25 @@ void bind_config(nb::module_& m) {
           [](SchedulerConfig* self, std::vector<GroupConfig> groups, std::int32_t num_slabs,
              std::int32_t block_tokens, std::int32_t max_requests, std::int32_t max_step_tokens,
              std::int32_t max_context, bool prefix_cache, std::int32_t draft_tokens,
-             std::int32_t pipeline_depth, std::vector<TierConfig> tiers, const Policy& policy,
+             std::int32_t pipeline_depth, std::vector<TierConfig> tiers,
+             const std::vector<std::pair<std::int32_t, std::int32_t>>& recorded, const Policy& policy,
              const nb::bytes& hash_key, std::string model_salt, bool kv_events) {
-            SchedulerConfig config{std::move(groups),     num_slabs,        block_tokens, max_requests,
-                                   max_step_tokens,       max_context,      prefix_cache, draft_tokens,
-                                   pipeline_depth,        std::move(tiers), policy,       {},
-                                   std::move(model_salt), kv_events};
+            SchedulerConfig config{std::move(groups),
+                                   num_slabs,
+                                   block_tokens,
+                                   max_requests,
+                                   max_step_tokens,
+                                   max_context,
+                                   prefix_cache,
+                                   draft_tokens,
+                                   pipeline_depth,
+                                   std::move(tiers),
+                                   {},
+                                   policy,
+                                   {},
+                                   std::move(model_salt),
+                                   kv_events};
+            for (const auto& [rows, tokens] : recorded) config.recorded.push_back({rows, tokens});
             if (hash_key.size() != config.hash_key.size()) {
               throw std::invalid_argument("hash_key must have 16 bytes, got " +
                                           std::to_string(hash_key.size()));
@@ -148,8 +161,9 @@ void bind_config(nb::module_& m) {
           nb::kw_only(), "groups"_a, "num_slabs"_a, "block_tokens"_a = 64, "max_requests"_a = 256,
           "max_step_tokens"_a = 2048, "max_context"_a = 1 << 30, "prefix_cache"_a = true,
           "draft_tokens"_a = 0, "pipeline_depth"_a = 2, "tiers"_a = std::vector<TierConfig>{},
-          "policy"_a = defaults, "hash_key"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16),
-          "model_salt"_a = "", "kv_events"_a = false);
+          "recorded"_a = std::vector<std::pair<std::int32_t, std::int32_t>>{}, "policy"_a = defaults,
+          "hash_key"_a = nb::bytes("\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 16), "model_salt"_a = "",
+          "kv_events"_a = false);
 }
 
 void bind_requests(nb::module_& m) {

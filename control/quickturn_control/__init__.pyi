@@ -110,7 +110,8 @@ class SchedulerConfig:
 
     `block_tokens` is a power of two. `draft_tokens` is the most drafted tokens a decode row carries (speculation). `pipeline_depth`
     is the number of plans that may be out without their `apply` (2: overlap). `hash_key` (16 bytes) keys the prefix hash; give all
-    ranks the same secret one. `model_salt` goes into every hash. `max_context` bounds prompt + answer of a request.
+    ranks the same secret one. `model_salt` goes into every hash. `max_context` bounds prompt + answer of a request. `recorded` are
+    (decode rows, tokens in all) of the steps with one prompt's piece that are launched as a whole: pieces are cut to their sizes.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class SchedulerConfig:
         draft_tokens: int = 0,
         pipeline_depth: int = 2,
         tiers: Sequence[TierConfig] = (),
+        recorded: Sequence[tuple[int, int]] = (),
         policy: Policy = ...,
         hash_key: bytes = ...,
         model_salt: str = "",

@@ -42,6 +42,9 @@ void validate(const SchedulerConfig& config) {
     for (const auto blocks : tier.blocks)
       require(blocks >= 0 && blocks < 1 << 30, "tier " + tier.name + ": bad number of blocks");
   }
+  for (const auto& step : config.recorded)
+    require(step.rows >= 1 && step.tokens > step.rows,
+            "a recorded step needs rows, and room for a prompt beside them");
   const auto& policy = config.policy;
   require(policy.min_tps_per_user >= 0 && policy.max_ttft >= 0 && policy.fairness >= 0 &&
               policy.share_wait >= 0 && policy.eviction_hold >= 0 && policy.max_hold >= 0 &&

@@ -11,6 +11,8 @@ constexpr double kNoLimit = 1e9;
 // The first prompt tokens beside decoding rows are so few: what they take is news. Kernels work in tiles of
 // so many rows, so that a step isn't made a row longer than some.
 constexpr std::int32_t kTile = 16;
+// Beyond so many times the largest recorded piece the device is busy for longer than the host.
+constexpr std::int32_t kLaunchHidden = 2;
 // Where even the least prompt takes longer than promised, it may take so many times the least, ...
 constexpr double kOverdrawn = 1.5;
 // ... once the steps before it have saved the time, or after so many: nobody starves.
@@ -55,7 +57,35 @@ bool Scheduler::decodes_are_known() const {
          building_->load.decode_tokens <= kDecodesKnownTo * lone_decodes_;
 }
 
+std::int32_t Scheduler::recorded_room(std::int32_t tokens) const {
+  std::int32_t room = 0;
+  for (const RecordedStep& step : config_.recorded) {
+    if (step.tokens == tokens && step.rows >= draft_->num_tokens)
+      room = std::max(room, step.tokens - step.rows);
+  }
+  return room;
+}
+
+std::int32_t Scheduler::most_recorded() const {
+  std::int32_t most = 0;
+  for (const RecordedStep& step : config_.recorded) most = std::max(most, recorded_room(step.tokens));
+  return most;
+}
+
 std::int32_t Scheduler::whole_tiles(std::int32_t tokens) const {
+  // A recorded step is filled up: what it has room for costs no more than less.
+  const std::int32_t most = most_recorded();
+  if (most > 0 && tokens < kLaunchHidden * most) {
+    std::int32_t best = 0;
+    std::int32_t least = most;
+    for (const RecordedStep& step : config_.recorded) {
+      const std::int32_t room = recorded_room(step.tokens);
+      if (room == 0) continue;
+      least = std::min(least, room);
+      if (room <= tokens) best = std::max(best, room);
+    }
+    return best > 0 ? best : least;
+  }
   const std::int32_t others = draft_->num_tokens;
   std::int32_t least = kTile - others % kTile;
   if (least < kTile / 2) least += kTile;

@@ -74,7 +74,14 @@ class EngineCore:
         self._depth = 2 if self._started.overlap else 1
         max_context = self._started.ready.max_context
         self._scheduler = control.Scheduler(
-            scheduler_config(config, self._started.layout, max_context, self._depth, seat.hash_key)
+            scheduler_config(
+                config,
+                self._started.layout,
+                max_context,
+                self._depth,
+                seat.hash_key,
+                self._runner.recorded_mixed(),
+            )
         )
         self._live: dict[int, LiveRequest] = {}
         self._slot_request = np.full(config.max_requests, -1, dtype=np.int64)

@@ -1,6 +1,6 @@
 """From a configuration to a runner that can take its first step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import quickturn_control as control
@@ -132,9 +132,16 @@ def start(config: EngineConfig, progress: Callable[[LoadProgress], None], seat: 
 
 
 def scheduler_config(
-    config: EngineConfig, layout: ArenaLayout, max_context: int, depth: int, hash_key: bytes
+    config: EngineConfig,
+    layout: ArenaLayout,
+    max_context: int,
+    depth: int,
+    hash_key: bytes,
+    recorded: Sequence[tuple[int, int]] = (),
 ) -> control.SchedulerConfig:
-    """What the control plane is told. `depth`: steps that may be out at once."""
+    """What the control plane is told. `depth`: steps that may be out at once. `recorded`: of the recorded
+    steps that mix, decode rows and tokens in all.
+    """
     return control.SchedulerConfig(
         groups=[
             control.GroupConfig(laid.group.kind, laid.blocks_per_slab, window=laid.group.window)
@@ -147,6 +154,7 @@ def scheduler_config(
         max_context=max_context,
         prefix_cache=config.prefix_cache,
         pipeline_depth=depth,
+        recorded=recorded,
         policy=control.Policy(
             min_tps_per_user=config.min_tps_per_user,
             max_ttft=config.max_ttft,

@@ -14,7 +14,7 @@ being answered from waiting for the host whenever somebody brings a prompt.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -122,6 +122,11 @@ class StepGraphs:
             done += 1
         progress(total, total)
         return total - done
+
+    @property
+    def mixed(self) -> Collection[MixedSize]:
+        """The recorded steps of decode rows beside a piece of a prompt."""
+        return self._mixed
 
     def replay(self, rows: StepRows, least: int = 0) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits (float32 [R, vocab]) and greedy tokens (int64 [R], appended already) of a step of sampled

@@ -134,6 +134,10 @@ class Runner:
         self._graphs = StepGraphs(self._model, self._batch, self._device, max_step_tokens, groups)
         return self._graphs.capture(progress, agree)
 
+    def recorded_mixed(self) -> list[tuple[int, int]]:
+        """Decode rows and tokens in all of the recorded steps that have a piece of a prompt beside them."""
+        return [] if self._graphs is None else [(size.rows, size.tokens) for size in self._graphs.mixed]
+
     def admit(
         self, slot: int, tokens: NDArray[np.int32], prompt_len: int, sampling: SamplingParams, seed: int
     ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quickturn_control as qc
-from control_clocks import Beside, Clock, large_gpu, noisy, small_cpu
+from control_clocks import Beside, Clock, large_gpu, noisy, recorded_gpu, small_cpu
 from control_sim import FULL, Sim, prompt
 
 
@@ -51,6 +51,29 @@ def test_gaps_stay_within_the_promise(seed: int) -> None:
         beside = Beside(sim, 512, 2048, seed + turn)
         assert over(beside, 1.1 / 25) <= 0.05
         assert beside.gaps.mean() >= 0.6 / 25
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_pieces_have_the_sizes_of_recorded_steps(seed: int, readers: int) -> None:
+    """Beside as many rows as decode; but the prompt's last piece has what is left."""
+    recorded = [(rows, tokens) for rows in (1, 2, 4, 8) for tokens in (16, 32, 64, 128, 256)]
+    clock = noisy(recorded_gpu(recorded), Random(seed), 0.02, stalls=0.0)
+    sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=recorded)
+    sim.answer(prompt(2048, seed), 1)
+    others = [sim.add(prompt(200, seed + i), 1500) for i in range(1, readers)]
+    while any(other not in sim.token_times for other in others):
+        sim.step()
+    beside = Beside(sim, 512, 6000, seed)
+    assert all(len(sim.token_times[other]) == 1500 for other in others)
+    rows = 1 if readers == 1 else 4
+    sizes = {tokens - rows for tokens in (16, 32, 64, 128, 256)}
+    assert {chunk for chunk in beside.chunks[:-1] if chunk} <= sizes
+    assert over(beside, 2.2 * beside.steady) <= 0.05
+
+
+def test_a_recorded_step_has_room() -> None:
+    with pytest.raises(ValueError, match="room for a prompt"):
+        Sim(4, [FULL], recorded=[(16, 16)])
 
 
 def test_prompts_grow_to_what_is_free(seed: int) -> None:

@@ -3,15 +3,20 @@ they leave the tokens and the cache of steps that aren't recorded.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from driving import Checkpoints, Driver, random_prompts
+from driving import Checkpoints, Driver, assert_greedy, random_prompts
 from recorded import Eager, record_eagerly
 from twin import Rounded, Twin, row_by_row
 
+from quickturn.engine import start
 from quickturn.execution import graphs
+from quickturn.execution.batch import StepRows
 from quickturn.execution.mixed import DECODE_ROWS, LEAST_PROMPT, MixedSize, mixed_size_for, mixed_sizes
+from quickturn.execution.runner import PendingStep
 
 FAMILIES = ["qwen3", "qwen2-window", "gemma3", "qwen3-next", "qwen3.5-moe", "gpt-oss"]
 
@@ -122,6 +127,42 @@ def test_sampled_rows(
         return asked[int(rng.integers(len(asked)))]
 
     arrivals(driver, rng, [20, 40, *rng.integers(1, 90, 10).tolist()], sampling)
+
+
+def test_an_engine_cuts_prompts_to_recorded_steps(
+    checkpoints: Checkpoints, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_eagerly(monkeypatch)
+    checkpoint = checkpoints("qwen3")
+    monkeypatch.setattr(start, "GRAPH_DEVICES", (checkpoint.device,))
+    driver = checkpoint.driver(overlap=False)
+    runner = driver.core._runner
+    assert set(runner.recorded_mixed()) == {(size.rows, size.tokens) for size in mixed_sizes(8, 64)}
+    reader, newcomer = random_prompts(rng, [30, 200])
+    answers = [driver.add(reader, max_tokens=200)]
+    pieces: list[list[int]] = []
+    launch = runner.launch
+
+    def watched(rows: StepRows, *rest: Any) -> PendingStep:
+        pieces.append(rows.query_lens[rows.num_decode :].tolist() if rows.num_decode else [])
+        pending = launch(rows, *rest)
+        result = pending.wait()
+        # Such a machine that every recorded step fits, beside decode steps that all take the same.
+        monkeypatch.setattr(
+            pending, "wait", lambda: replace(result, seconds=4e-3 + 1e-5 * rows.query_lens.sum())
+        )
+        return pending
+
+    monkeypatch.setattr(runner, "launch", watched)
+    while len(driver.answers[answers[0]].tokens) < 20:
+        driver.step()
+    answers.append(driver.add(newcomer, max_tokens=4))
+    while not driver.answers[answers[1]].finish:
+        driver.step()
+    assert_greedy(checkpoint.reference, newcomer, driver.answers[answers[1]].tokens, 4)
+    mixed = [lens[0] for lens in pieces if lens]
+    assert set(mixed[:-1]) <= {15, 31, 47, 63}
+    assert driver.core.stats().values["steps_mixed_graph"] == len(mixed)
 
 
 def test_what_is_recorded() -> None:

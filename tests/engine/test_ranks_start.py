@@ -67,6 +67,23 @@ def test_after_that_ranks_start_again(checkpoint: Checkpoint) -> None:
     leader.close()
 
 
+def test_ranks_replay_steps_that_mix(checkpoint: Checkpoint) -> None:
+    """A prompt comes beside a request that is being answered."""
+    leader = Leader(config(checkpoint, tp=2))
+    driver = driver_of(leader)
+    prompts = [[3, 4, 5], list(range(3, 43))]
+    ids = [driver.add(prompts[0], max_tokens=40)]
+    while not driver.answers[ids[0]].tokens:
+        driver.step()
+    ids.append(driver.add(prompts[1], max_tokens=5))
+    driver.drain()
+    stats = leader.stats().values
+    leader.close()
+    for id, prompt in zip(ids, prompts, strict=True):
+        check(checkpoint, prompt, driver.answers[id].tokens, None)
+    assert stats["steps_mixed_graph"] > 0
+
+
 @pytest.mark.parametrize("by_host", [False, True])
 def test_ranks_that_share_a_gpu_record_steps_unless_tensors_pass_the_host(
     checkpoint: Checkpoint, by_host: bool, monkeypatch: pytest.MonkeyPatch

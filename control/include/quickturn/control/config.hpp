@@ -39,6 +39,13 @@ struct Policy {
   std::int32_t max_demotes_per_step = 64;
 };
 
+// A step of one prompt's tokens beside decoding rows that costs little to launch: rows that it has room for,
+// and tokens of all rows, the prompt's with them.
+struct RecordedStep {
+  std::int32_t rows = 0;
+  std::int32_t tokens = 0;
+};
+
 struct SchedulerConfig {
   std::vector<GroupConfig> groups;
   std::int32_t num_slabs = 0;
@@ -50,6 +57,7 @@ struct SchedulerConfig {
   std::int32_t draft_tokens = 0;
   std::int32_t pipeline_depth = 2;
   std::vector<TierConfig> tiers;
+  std::vector<RecordedStep> recorded;
   Policy policy;
   std::array<std::uint8_t, 16> hash_key{};
   std::string model_salt;

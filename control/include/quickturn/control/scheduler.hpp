@@ -209,6 +209,10 @@ class Scheduler {
   std::int32_t several_steps(double decode_time, double allowed, std::int32_t most) const;
   // So many prompt tokens or fewer, at least a few, that end the step's tokens at whole tiles.
   std::int32_t whole_tiles(std::int32_t tokens) const;
+  // Prompt tokens that a recorded step with so many tokens in all holds beside this step's decoding rows.
+  std::int32_t recorded_room(std::int32_t tokens) const;
+  // The most of them, over all recorded steps; 0: no step holds the rows.
+  std::int32_t most_recorded() const;
   // Prompt tokens that are to be computed, counted up to more than `enough`.
   std::int32_t left_to_prefill(std::int32_t enough) const;
   void note_prefills(std::int32_t budget);
