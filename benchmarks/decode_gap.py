@@ -22,6 +22,13 @@ from quickturn.engine.messages import AddRequest
 from quickturn.sampling_params import SamplingParams
 
 
+def short_name(kernel: str) -> str:
+    """Its name with the arguments of its template; without namespaces and what it is called with."""
+    for part in ("void ", "(anonymous namespace)::", "quickturn::", "decode_attention::"):
+        kernel = kernel.replace(part, "")
+    return kernel.partition("(quickturn")[0].partition("(CUtens")[0][:160]
+
+
 def decode_profile(core: EngineCore, rows: int, context: int, steps: int, longest: int) -> dict[str, object]:
     """Profile `steps` decode steps of `rows` requests behind `context` tokens each; `longest`: see `main`."""
     random = np.random.default_rng(0)
@@ -70,7 +77,7 @@ def decode_profile(core: EngineCore, rows: int, context: int, steps: int, longes
         "idle_us_in_the_longest_gap_of_a_step": sum(long_gaps) / steps,
         "gap_share_of_unprofiled_step": sum(long_gaps) / steps / wall,
         "longest": {
-            name[:80]: {"us": us / steps, "launches": counts[name] / steps}
+            short_name(name): {"us": us / steps, "launches": counts[name] / steps}
             for name, us in names.most_common(longest)
         },
     }
