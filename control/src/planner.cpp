@@ -103,8 +103,8 @@ void Scheduler::plan_decodes() {
 }
 
 void Scheduler::plan_prefills() {
-  const std::int32_t allowed = prefilling_.empty() ? 0 : prefill_budget();
-  std::int32_t budget = allowed;
+  const Allowance allowed = prefilling_.empty() ? Allowance{} : prefill_budget();
+  std::int32_t budget = allowed.tokens;
   for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
     Request& request = *prefilling_[i];
     if (request.loads > 0) {
@@ -119,7 +119,7 @@ void Scheduler::plan_prefills() {
     }
     const bool sampled = request.planned + query == request.known;
     emit(request, query, sampled, false);
-    budget -= query;
+    budget = allowed.one_prompt ? 0 : budget - query;
     if (!sampled) {
       ++i;
       continue;
@@ -128,7 +128,7 @@ void Scheduler::plan_prefills() {
     move_on<Prefilling>(request, PromptPlanned{});
     if (request.left > 0) enlist(request);
   }
-  note_prefills(allowed);
+  note_prefills(allowed.tokens);
 }
 
 void Scheduler::emit(Request& request, std::int32_t query, bool sampled, bool decode) {

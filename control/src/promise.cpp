@@ -11,8 +11,10 @@ constexpr double kNoLimit = 1e9;
 // The first prompt tokens beside decoding rows are so few: what they take is news. Kernels work in tiles of
 // so many rows, so that a step isn't made a row longer than some.
 constexpr std::int32_t kTile = 16;
-// Beyond so many times the largest recorded piece the device is busy for longer than the host.
-constexpr std::int32_t kLaunchHidden = 2;
+// Steps aren't launched kernel by kernel for less than so many times as many tokens a second; if none was so
+// far, for less than so many.
+constexpr double kWorthLaunching = 1.1;
+constexpr double kWorthTrying = 2.0;
 // Where even the least prompt takes longer than promised, it may take so many times the least, ...
 constexpr double kOverdrawn = 1.5;
 // ... once the steps before it have saved the time, or after so many: nobody starves.
@@ -57,90 +59,118 @@ bool Scheduler::decodes_are_known() const {
          building_->load.decode_tokens <= kDecodesKnownTo * lone_decodes_;
 }
 
-std::int32_t Scheduler::recorded_room(std::int32_t tokens) const {
-  std::int32_t room = 0;
-  for (const RecordedStep& step : config_.recorded) {
-    if (step.tokens == tokens && step.rows >= draft_->num_tokens)
-      room = std::max(room, step.tokens - step.rows);
-  }
-  return room;
-}
-
-std::int32_t Scheduler::most_recorded() const {
-  std::int32_t most = 0;
-  for (const RecordedStep& step : config_.recorded) most = std::max(most, recorded_room(step.tokens));
-  return most;
-}
-
-std::int32_t Scheduler::whole_tiles(std::int32_t tokens) const {
-  // A recorded step is filled up: what it has room for costs no more than less.
-  const std::int32_t most = most_recorded();
-  if (most > 0 && tokens < kLaunchHidden * most) {
-    std::int32_t best = 0;
-    std::int32_t least = most;
-    for (const RecordedStep& step : config_.recorded) {
-      const std::int32_t room = recorded_room(step.tokens);
-      if (room == 0) continue;
-      least = std::min(least, room);
-      if (room <= tokens) best = std::max(best, room);
-    }
-    return best > 0 ? best : least;
-  }
+std::int32_t Scheduler::whole_tiles(std::int32_t tokens, bool recorded) const {
   const std::int32_t others = draft_->num_tokens;
+  // A recorded step is filled up: what it has room for costs no more than less.
+  if (recorded) return recorded_.fill(others, tokens);
   std::int32_t least = kTile - others % kTile;
   if (least < kTile / 2) least += kTile;
   return tokens <= least ? least : (others + tokens) / kTile * kTile - others;
 }
 
-double Scheduler::time_with(std::int32_t tokens) const {
-  const double context = prefilling_.front()->planned;
+std::int32_t Scheduler::a_little_more(std::int32_t tokens, bool recorded) const {
+  return recorded ? recorded_.next(draft_->num_tokens, tokens) : tokens + std::max(kTile, tokens / 4);
+}
+
+const Request& Scheduler::next_prompt() const {
+  const auto ready = [](const Request* request) { return request->loads == 0; };
+  const auto found = std::find_if(prefilling_.begin(), prefilling_.end(), ready);
+  return found == prefilling_.end() ? *prefilling_.front() : **found;
+}
+
+double Scheduler::time_with(std::int32_t tokens, bool recorded) const {
+  const double context = next_prompt().planned;
   StepLoad load = building_->load;
-  load.prompt_tokens = tokens;
+  load.recorded = recorded;
+  load.prompt_tokens =
+      recorded ? recorded_.tokens_for(draft_->num_tokens, tokens) - draft_->num_tokens : tokens;
   load.prompt_context = context;
-  load.prompt_work = tokens * (context + 0.5 * tokens);
+  load.prompt_work = load.prompt_tokens * (context + 0.5 * load.prompt_tokens);
   return model_.predict(load);
 }
 
-std::int32_t Scheduler::prefill_budget() const {
+Scheduler::Allowance Scheduler::prefill_budget() const {
   const std::int32_t most = config_.max_step_tokens - draft_->num_tokens;
-  if (building_->rows.empty() || !model_.knows()) return most;
+  if (building_->rows.empty() || !model_.knows()) return {most};
   const double decode_time = model_.predict(building_->load);
   const double limit = step_limit(decode_time);
-  if (limit >= kNoLimit) return most;
-  if (!decodes_are_known() && starved_steps_ + 1 < kStarvedSteps) return 0;
-  const std::int32_t least = std::min(most, whole_tiles(0));
-  const auto known = static_cast<std::int32_t>(model_.most_beside());
-  if (known == 0) return least;
+  if (limit >= kNoLimit) return {most};
+  if (!decodes_are_known() && starved_steps_ + 1 < kStarvedSteps) return {0};
+  const std::int32_t others = draft_->num_tokens;
+  if (recorded_.most(others) == 0) {
+    const std::int32_t tokens = in_one_step(decode_time, limit, false);
+    return {tokens > 0 ? tokens : over_several_steps(decode_time, limit, false)};
+  }
+  const std::int32_t one = in_one_step(decode_time, limit, true);
+  if (one == 0) return {over_several_steps(decode_time, limit, true), true};
+  const std::int32_t any = in_one_step(decode_time, limit, false);
+  return launching_pays(one, any, limit) ? Allowance{any} : Allowance{one, true};
+}
 
+bool Scheduler::launching_pays(std::int32_t one, std::int32_t any, double limit) const {
+  const Request& next = next_prompt();
+  const std::int32_t rest = next.known - next.planned;
+  // One prompt's piece that a recorded step holds runs in that.
+  if (any == 0 || (rest >= any && any <= recorded_.most(draft_->num_tokens))) return false;
+  const double allowed = limit / model_.margin(false);
+  // As many as would fit, once that many have been tried.
+  const std::int32_t fits =
+      std::max(any, most_that(config_.max_step_tokens - draft_->num_tokens,
+                              [&](std::int32_t tokens) { return time_with(tokens, false) <= allowed; }));
+  const double of_any = std::min(fits, left_to_prefill(fits));
+  const double of_one = std::min(one, rest);
+  const double worth = model_.most_beside(false) > 0 ? kWorthLaunching : kWorthTrying;
+  return of_any * time_with(one, true) > worth * of_one * time_with(fits, false);
+}
+
+std::int32_t Scheduler::known_beside(bool recorded) const {
+  // What recorded steps took says enough to try others.
+  const bool guess = !recorded && recorded_.most(draft_->num_tokens) > 0;
+  const double own = model_.most_beside(recorded);
+  return static_cast<std::int32_t>(guess ? std::max(own, model_.most_beside(true)) : own);
+}
+
+std::int32_t Scheduler::in_one_step(double decode_time, double limit, bool recorded) const {
+  const std::int32_t most =
+      recorded ? recorded_.most(draft_->num_tokens) : config_.max_step_tokens - draft_->num_tokens;
+  const std::int32_t least = std::min(most, whole_tiles(0, recorded));
+  const std::int32_t known = known_beside(recorded);
+  if (known == 0) return least;
   // More than ever: a little on trust, twice as many if that fits even when none of the cost is fixed.
-  const std::int32_t little = std::min(most, known + std::max(kTile, known / 4));
-  const double each = (time_with(known) - decode_time) / known;
-  const double allowed = limit / model_.margin();
+  const std::int32_t little = std::min(most, a_little_more(known, recorded));
+  const double each = (time_with(std::min(most, known), recorded) - decode_time) / known;
+  const double allowed = limit / model_.margin(recorded);
   const std::int32_t fits = most_that(std::max(little, std::min(most, 2 * known)), [&](std::int32_t tokens) {
-    return time_with(tokens) <= allowed && (tokens <= little || decode_time + each * tokens <= allowed);
+    return time_with(tokens, recorded) <= allowed &&
+           (tokens <= little || decode_time + each * tokens <= allowed);
   });
-  if (fits >= least && left_to_prefill(fits) <= fits) return fits;
-  // What should just fit may be a little late now and then: better than what comes next.
-  const std::int32_t within = fits >= least               ? std::min(most, whole_tiles(fits))
-                              : time_with(least) <= limit ? least
-                                                          : 0;
-  return within > 0 ? within : several_steps(decode_time, allowed, little);
+  if (fits < least) {
+    // What should just fit may be a little late now and then: better than what comes next.
+    return time_with(least, recorded) <= limit ? least : 0;
+  }
+  if (!recorded && left_to_prefill(fits) <= fits) return fits;
+  return std::min(most, whole_tiles(fits, recorded));
 }
 
 // Not in one step: then in several together, on average within what is allowed.
-std::int32_t Scheduler::several_steps(double decode_time, double allowed, std::int32_t most) const {
-  const std::int32_t least = std::min(most, whole_tiles(0));
+std::int32_t Scheduler::over_several_steps(double decode_time, double limit, bool recorded) const {
+  const double allowed = limit / model_.margin(recorded);
+  const std::int32_t room =
+      recorded ? recorded_.most(draft_->num_tokens) : config_.max_step_tokens - draft_->num_tokens;
+  const std::int32_t most = std::min(room, a_little_more(known_beside(recorded), recorded));
+  const std::int32_t least = std::min(most, whole_tiles(0, recorded));
   std::int32_t tokens = least;
   if (larger_prompts_ < kLeastKnownFor) {
-    const double enough = kOverdrawn * (time_with(least) - decode_time);
+    const double enough = kOverdrawn * (time_with(least, recorded) - decode_time);
     tokens = whole_tiles(
-        most_that(most, [&](std::int32_t many) { return time_with(many) - decode_time <= enough; }));
+        most_that(most, [&](std::int32_t many) { return time_with(many, recorded) - decode_time <= enough; }),
+        recorded);
     if (pieces_ % kMoreTriedEvery == kMoreTriedEvery - 1)
-      tokens = whole_tiles(tokens + std::max(kTile, tokens / 4));
+      tokens = whole_tiles(a_little_more(tokens, recorded), recorded);
   }
   const std::int32_t steps = starved_steps_ + 1;
   const double spare = std::max(0.0, allowed - decode_time);
-  const bool saved = steps * spare >= time_with(tokens) - decode_time;
+  const bool saved = steps * spare >= time_with(tokens, recorded) - decode_time;
   return saved || steps >= kStarvedSteps ? std::min(most, tokens) : 0;
 }
 
@@ -154,7 +184,14 @@ std::int32_t Scheduler::left_to_prefill(std::int32_t enough) const {
 }
 
 void Scheduler::note_prefills(std::int32_t budget) {
-  const StepLoad& load = building_->load;
+  StepLoad& load = building_->load;
+  const std::int32_t decodes = draft_->num_decode_rows;
+  if (decodes > 0 && draft_->num_rows() == decodes + 1) {
+    const auto tokens = static_cast<std::int32_t>(load.decode_tokens);
+    const std::int32_t padded = recorded_.tokens_for(tokens, static_cast<std::int32_t>(load.prompt_tokens));
+    load.recorded = padded > 0;
+    if (load.recorded) load.prompt_tokens = padded - tokens;
+  }
   if (load.decode_tokens > 0 && load.prompt_tokens == 0) {
     mixed_steps_ = 0;
     lone_decodes_ = load.decode_tokens;

@@ -10,7 +10,8 @@ Scheduler::Scheduler(SchedulerConfig config)
     : config_((validate(config), std::move(config))),
       hasher_(config_.hash_key, config_.block_tokens, config_.model_salt),
       slots_(std::min(config_.max_requests, config_.max_step_tokens / (1 + config_.draft_tokens))),
-      cache_(config_) {
+      cache_(config_),
+      recorded_(config_.recorded) {
   for (GroupId g = 0; g < config_.groups.size(); ++g) {
     if (config_.groups[g].kind == GroupKind::window) window_groups_.push_back(g);
     if (config_.groups[g].kind == GroupKind::state) state_groups_.push_back(g);

@@ -23,6 +23,9 @@ constexpr double kAccident = 8.0;
 constexpr std::int32_t kAccidents = 4;  // in a row are no accident
 constexpr double kBelieved = 1.5;
 constexpr std::int64_t kYoung = 4;
+// Of two kinds of steps, what the one cost is forgotten when it wasn't used for so many of the other: if it
+// was slow by accident, it would never be tried again.
+constexpr std::int32_t kStale = 256;
 constexpr double kFarBelow = 0.7;
 constexpr double kFarAbove = 1.4;
 // How fast the spread of measurements around predictions is learned, the most that one says about it, and how
@@ -134,11 +137,19 @@ double StepModel::decodes(const StepLoad& load) const {
   return decode_.at(load.decode_tokens) + per_decode_context_.value * load.decode_context;
 }
 
+double StepModel::prompts_add(const StepLoad& load) const {
+  // Of a kind that hasn't run lately, the other says what can be said; and none takes less than recorded.
+  const double recorded = beside(true).cost.at(load);
+  const double launched = beside(false).cost.at(load);
+  if (load.recorded) return most_beside(true) > 0 ? recorded : launched;
+  return std::max(launched, recorded);
+}
+
 double StepModel::predict(const StepLoad& load) const {
   if (load.decode_tokens == 0) {
     return load.prompt_tokens > 0 ? alone_.at(load.prompt_tokens) + per_work_.value * load.prompt_work : 0.0;
   }
-  return decodes(load) + (load.prompt_tokens > 0 ? beside_.at(load) : 0.0);
+  return decodes(load) + (load.prompt_tokens > 0 ? prompts_add(load) : 0.0);
 }
 
 double StepModel::seconds_per_token() const {
@@ -149,7 +160,7 @@ void StepModel::learn(const StepLoad& load, double seconds) {
   if (!(seconds > 0.0)) return;
   const bool prompts = load.prompt_tokens > 0;
   const bool mixed = prompts && load.decode_tokens > 0;
-  const double most = mixed ? beside_.most() : prompts ? alone_.largest() : decode_.largest();
+  const double most = mixed ? most_beside(load.recorded) : prompts ? alone_.largest() : decode_.largest();
   const double expected = predict(load);
   const bool known = samples_ >= 8 && (prompts ? load.prompt_tokens : load.decode_tokens) <= most;
   if (known && seconds > kAccident * expected && ++accidents_ < kAccidents) return;
@@ -184,23 +195,29 @@ void StepModel::learn_mixed(const StepLoad& load, double seconds, double expecte
   // Two in a row that are far off: what was learned is of another time. Among the first, one may have had a
   // compile in it.
   const double ratio = seconds / expected;
-  far_off_ = ratio < kFarBelow || ratio > kFarAbove ? far_off_ + 1 : 0;
-  if (far_off_ >= 2 || (num_mixed_ < kYoung && ratio < kFarBelow)) {
-    beside_.forget();
-    far_off_ = 0;
-  } else if (num_mixed_ >= kYoung) {
-    note_spread(ratio);
+  Beside& own = beside_[load.recorded ? 1 : 0];
+  own.far_off = ratio < kFarBelow || ratio > kFarAbove ? own.far_off + 1 : 0;
+  if (own.far_off >= 2 || (own.steps < kYoung && ratio < kFarBelow)) {
+    own.cost.forget();
+    own.far_off = 0;
+  } else if (own.steps >= kYoung) {
+    own.note_spread(ratio);
   }
-  ++num_mixed_;
-  beside_.learn(load, std::max(0.0, seconds - decodes(load)), seconds);
+  ++own.steps;
+  own.unused = 0;
+  Beside& other = beside_[load.recorded ? 0 : 1];
+  if (++other.unused == kStale) other.cost.forget();
+  own.cost.learn(load, std::max(0.0, seconds - decodes(load)), seconds);
 }
 
-void StepModel::note_spread(double ratio) {
+void StepModel::Beside::note_spread(double ratio) {
   // What took less than expected is no reason for caution.
   const double late = std::clamp(ratio - 1.0, 0.0, kMostLate);
-  spread_ += kSpreadRate * (2.0 * late * late - spread_);
+  spread += kSpreadRate * (2.0 * late * late - spread);
 }
 
-double StepModel::margin() const { return std::min(1.0 + kOneInAHundred * std::sqrt(spread_), kMostMargin); }
+double StepModel::margin(bool recorded) const {
+  return std::min(1.0 + kOneInAHundred * std::sqrt(beside(recorded).spread), kMostMargin);
+}
 
 }  // namespace quickturn::control

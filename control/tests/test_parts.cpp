@@ -7,6 +7,7 @@
 
 #include "quickturn/control/indexed_heap.hpp"
 #include "quickturn/control/node_table.hpp"
+#include "quickturn/control/recorded.hpp"
 #include "quickturn/control/seen_blocks.hpp"
 #include "quickturn/control/states.hpp"
 #include "quickturn/control/step_model.hpp"
@@ -97,8 +98,79 @@ TEST_CASE("the step model learns the three kinds of steps") {
     CAPTURE(load.prompt_tokens);
     CHECK(model.predict(load) == doctest::Approx(device(load)).epsilon(0.15));
   }
-  CHECK(model.most_beside() > 500);
-  CHECK(model.most_beside() <= 512);
+  CHECK(model.most_beside(false) > 500);
+  CHECK(model.most_beside(false) <= 512);
+}
+
+TEST_CASE("recorded steps and others are told apart by the step model") {
+  // Launched kernel by kernel, nothing takes less than 11 ms; recorded, it takes as long as the device does.
+  const auto seconds = [](const StepLoad& load) {
+    const double busy = 0.004 + load.prompt_tokens / 60000.0;
+    return load.recorded ? busy : std::max(0.011, busy);
+  };
+  const auto step = [](double tokens, bool recorded) {
+    return StepLoad{1, 1000, tokens, 500, tokens * (500 + tokens / 2), recorded};
+  };
+  StepModel model;
+  for (int i = 0; i < 20; ++i) model.learn({1, 1000, 0, 0, 0}, 0.004);
+  for (int i = 0; i < 40; ++i) {
+    const double tokens = 31 + 32 * (i % 4);
+    model.learn(step(tokens, true), seconds(step(tokens, true)));
+  }
+  CHECK(model.most_beside(false) == 0);
+  CHECK(model.predict(step(60, false)) == doctest::Approx(model.predict(step(60, true))));
+  for (int i = 0; i < 40; ++i) {
+    const double tokens = 10 + 7 * (i % 11);
+    model.learn(step(tokens, i % 2 == 0), seconds(step(tokens, i % 2 == 0)));
+  }
+  for (const double tokens : {31.0, 63.0}) {
+    CAPTURE(tokens);
+    for (const bool recorded : {true, false})
+      CHECK(model.predict(step(tokens, recorded)) ==
+            doctest::Approx(seconds(step(tokens, recorded))).epsilon(0.05));
+  }
+  // None takes less than a recorded one with as many tokens.
+  for (const double tokens : {120.0, 600.0})
+    CHECK(model.predict(step(tokens, false)) >= model.predict(step(tokens, true)));
+  // What wasn't used for long is forgotten.
+  for (int i = 0; i < 300; ++i) model.learn(step(60, true), seconds(step(60, true)));
+  CHECK(model.most_beside(false) == 0);
+  CHECK(model.most_beside(true) > 120);
+}
+
+TEST_CASE("pieces of prompts find the recorded steps that hold them") {
+  const RecordedSteps none({});
+  CHECK(none.most(1) == 0);
+  CHECK(none.fill(1, 100) == 0);
+  CHECK(none.tokens_for(1, 1) == 0);
+  CHECK(none.next(1, 10) == 0);
+  std::vector<RecordedStep> steps;
+  for (const std::int32_t tokens : {64, 16, 32})
+    for (const std::int32_t rows : {8, 1, 4}) steps.push_back({rows, tokens});
+  steps.push_back({8, 128});
+  const RecordedSteps recorded(steps);
+  for (std::int32_t rows = 1; rows <= 9; ++rows) {
+    for (std::int32_t tokens = 0; tokens <= 140; ++tokens) {
+      CAPTURE(rows);
+      CAPTURE(tokens);
+      // Beside each number of tokens in all: the most room for a prompt there is.
+      std::map<std::int32_t, std::int32_t> rooms;
+      for (const auto& step : steps)
+        if (step.rows >= rows) rooms[step.tokens] = std::max(rooms[step.tokens], step.tokens - step.rows);
+      std::int32_t fill = rooms.empty() ? 0 : rooms.begin()->second;
+      std::int32_t next = 0;
+      std::int32_t held = 0;
+      for (const auto& [in_all, room] : rooms) {
+        if (room <= tokens) fill = room;
+        if (next <= tokens) next = room;
+        if (held == 0 && room >= tokens) held = in_all;
+      }
+      CHECK(recorded.fill(rows, tokens) == fill);
+      CHECK(recorded.next(rows, tokens) == next);
+      CHECK(recorded.tokens_for(rows, tokens) == held);
+    }
+  }
+  CHECK(recorded.most(1) == 120);
 }
 
 TEST_CASE("one stall is no news to the step model, four are") {
@@ -121,9 +193,9 @@ TEST_CASE("the step model allows for the spread of what it measured") {
     steady.learn(load, 0.02);
     noisy.learn(load, i % 2 == 0 ? 0.018 : 0.022);
   }
-  CHECK(steady.margin() < 1.02);
-  CHECK(noisy.margin() > 1.2);
-  CHECK(noisy.margin() <= 1.3);
+  CHECK(steady.margin(false) < 1.02);
+  CHECK(noisy.margin(false) > 1.2);
+  CHECK(noisy.margin(false) <= 1.3);
 }
 
 TEST_CASE("what was seen before is the longest known prefix") {

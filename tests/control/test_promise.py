@@ -71,6 +71,45 @@ def test_pieces_have_the_sizes_of_recorded_steps(seed: int, readers: int) -> Non
     assert over(beside, 2.2 * beside.steady) <= 0.05
 
 
+RECORDED = [(rows, tokens) for rows in (1, 4, 8) for tokens in (16, 32, 64, 128, 256, 512)]
+
+
+def crowd(sim: Sim, prompts: int, length: int) -> list[list[int]]:
+    """Four readers, then so many prompts at once: tokens of each step's pieces, until all have an answer."""
+    readers = [sim.add(prompt(300, i), 1 << 20) for i in range(4)]
+    while len(sim.token_times.get(readers[-1], [])) < 60:
+        sim.step()
+    at, seen = len(sim.plans), []
+    numbers = [sim.add(prompt(length, 100 + i), 1) for i in range(prompts)]
+    while any(number not in sim.token_times for number in numbers):
+        sim.step()
+    for plan in sim.plans[at:]:
+        seen.append(plan.query_lens[plan.num_decode_rows :].tolist())
+    sim.scheduler.cancel(readers[0])
+    return [pieces for pieces in seen if pieces]
+
+
+def test_prompts_take_turns_where_steps_of_one_are_recorded(seed: int) -> None:
+    """Two in a step are launched kernel by kernel, which takes longer than promised: found out once."""
+    clock = noisy(recorded_gpu(RECORDED), Random(seed), 0.02, stalls=0.0)
+    sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED)
+    sim.answer(prompt(2048, seed), 1)
+    pieces = crowd(sim, 30, 150)
+    assert sum(len(some) > 1 for some in pieces) <= 2
+
+
+def test_prompts_share_a_step_where_there_is_time_to_launch_it(seed: int) -> None:
+    """Thirty milliseconds a step: several short prompts in one, rather than one after the other."""
+    clock = noisy(recorded_gpu(RECORDED), Random(seed), 0.02, stalls=0.0)
+    policy = qc.Policy(min_tps_per_user=33)
+    sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED, policy=policy)
+    sim.answer(prompt(2048, seed), 1)
+    pieces = crowd(sim, 30, 20)
+    assert sum(map(sum, pieces)) == 30 * 20
+    assert len(pieces) <= 12
+    assert np.max(np.diff(sim.token_times[1 + 1])) <= 1.1 / 33
+
+
 def test_a_recorded_step_has_room() -> None:
     with pytest.raises(ValueError, match="room for a prompt"):
         Sim(4, [FULL], recorded=[(16, 16)])

@@ -94,6 +94,7 @@ class Run:
         self.made = (
             f"{self.clock}: block {block}, {requests} requests, {most} tokens, {slabs} slabs, {policy}"
         )
+        recorded = random.sample([(rows, 2**k) for rows in (1, 2, 7) for k in range(4, 10)], 6)
         self.sim = Sim(
             slabs,
             [qc.GroupConfig("full", 1)],
@@ -102,6 +103,7 @@ class Run:
             max_requests=requests,
             max_step_tokens=most,
             prefix_cache=random.random() < 0.5,
+            recorded=random.choice([[], recorded]),
             policy=qc.Policy(**policy),
         )
         self.least = min(most - requests, 8)

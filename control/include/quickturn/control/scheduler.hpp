@@ -23,6 +23,7 @@
 #include "quickturn/control/config.hpp"
 #include "quickturn/control/hash.hpp"
 #include "quickturn/control/plan.hpp"
+#include "quickturn/control/recorded.hpp"
 #include "quickturn/control/request.hpp"
 #include "quickturn/control/seen_blocks.hpp"
 #include "quickturn/control/sessions.hpp"
@@ -201,18 +202,29 @@ class Scheduler {
   void finish_job(TransferJob& job);
 
   // promise.cpp
-  std::int32_t prefill_budget() const;
+  // Prompt tokens of this step, and whether they are to be of one prompt.
+  struct Allowance {
+    std::int32_t tokens = 0;
+    bool one_prompt = false;
+  };
+  Allowance prefill_budget() const;
   double step_limit(double decode_time) const;
   bool decodes_are_known() const;
-  // Seconds of this step with so many prompt tokens.
-  double time_with(std::int32_t tokens) const;
-  std::int32_t several_steps(double decode_time, double allowed, std::int32_t most) const;
-  // So many prompt tokens or fewer, at least a few, that end the step's tokens at whole tiles.
-  std::int32_t whole_tiles(std::int32_t tokens) const;
-  // Prompt tokens that a recorded step with so many tokens in all holds beside this step's decoding rows.
-  std::int32_t recorded_room(std::int32_t tokens) const;
-  // The most of them, over all recorded steps; 0: no step holds the rows.
-  std::int32_t most_recorded() const;
+  // The prompt that gets the first of them.
+  const Request& next_prompt() const;
+  // Seconds of this step with so many prompt tokens, in a recorded step that holds them or in another.
+  double time_with(std::int32_t tokens, bool recorded) const;
+  // Whether more prompt tokens are computed a second by a step with `any`, launched kernel by kernel, than by
+  // a recorded one with `one`.
+  bool launching_pays(std::int32_t one, std::int32_t any, double limit) const;
+  // The most tokens that such steps are known to have had, or may be guessed from.
+  std::int32_t known_beside(bool recorded) const;
+  // Prompt tokens that fit into what is allowed; 0: not even the least does.
+  std::int32_t in_one_step(double decode_time, double limit, bool recorded) const;
+  std::int32_t over_several_steps(double decode_time, double limit, bool recorded) const;
+  // So many prompt tokens or fewer, at least a few, that fill a recorded step or end at whole tiles.
+  std::int32_t whole_tiles(std::int32_t tokens, bool recorded) const;
+  std::int32_t a_little_more(std::int32_t tokens, bool recorded) const;
   // Prompt tokens that are to be computed, counted up to more than `enough`.
   std::int32_t left_to_prefill(std::int32_t enough) const;
   void note_prefills(std::int32_t budget);
@@ -255,6 +267,7 @@ class Scheduler {
   TransferBook book_;
   SeenBlocks seen_;
   StepModel model_;
+  const RecordedSteps recorded_;
   double last_predicted_ = 0.0;  // seconds, before the step was learned from
   double last_measured_ = 0.0;
   bool promise_holds_ = false;       // somebody waits for a slot because more would break the promise

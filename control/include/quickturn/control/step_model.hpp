@@ -2,13 +2,15 @@
 //
 //     decoding rows alone     curve(tokens) + slope * decode_context
 //     prompts alone           curve(tokens) + slope * prompt_work
-//     prompts beside rows     the first, and f + s * tokens + a * prompt_context + b * prompt_work on top
+//     prompts beside rows     the first, and f + s * tokens + a * prompt_context + b * prompt_work on top;
+//                             of recorded steps and of others for themselves
 //
 // Curves are piecewise linear over powers of two: flat while weights are streamed, linear when arithmetic
 // binds. The kinds are told apart because the same number of tokens takes different times: a decode step may
 // be one recorded graph, and a prompt beside it shares its reading of weights. What prompts add to it is what
 // the promise hangs on: a fixed cost, tokens, the cache that a prompt's row reads however few its tokens are,
-// and its attention (query x keys), by least squares over the last such steps, none of them negative.
+// and its attention (query x keys), by least squares over the last such steps, none of them negative. A step
+// that is launched kernel by kernel may take three times as long as a recorded one with as many tokens.
 #pragma once
 
 #include <array>
@@ -23,6 +25,7 @@ struct StepLoad {
   double prompt_tokens = 0;
   double prompt_context = 0;  // cached tokens that prompts' rows read
   double prompt_work = 0;     // sum over prompts' rows of tokens x (context + tokens / 2)
+  bool recorded = false;      // one prompt's piece beside decoding rows, padded to a recorded step
 };
 
 class TimeCurve {
@@ -76,10 +79,10 @@ class StepModel {
   void learn(const StepLoad& load, double seconds);
   bool knows() const { return samples_ > 0; }
   bool knows_decodes() const { return decode_.largest() > 0; }
-  // The most prompt tokens that were measured beside decoding rows.
-  double most_beside() const { return beside_.most(); }
-  // Of a hundred steps with prompts beside rows, one takes more than this times what was predicted.
-  double margin() const;
+  // The most prompt tokens that were measured beside decoding rows, in recorded steps or in others.
+  double most_beside(bool recorded) const { return beside(recorded).cost.most(); }
+  // Of a hundred such steps, one takes more than this times what was predicted.
+  double margin(bool recorded) const;
   // Seconds that one more prompt token takes in a large step.
   double seconds_per_token() const;
 
@@ -93,22 +96,29 @@ class StepModel {
     double meet(double feature);
     void move(double feature, double step);
   };
+  // Steps with prompts beside decoding rows.
+  struct Beside {
+    PromptCost cost;
+    std::int64_t steps = 0;
+    std::int32_t far_off = 0;  // in a row
+    std::int32_t unused = 0;   // steps of the other kind, in a row
+    double spread = 0.0015;    // mean square of how far off predictions were
+    void note_spread(double ratio);
+  };
+  const Beside& beside(bool recorded) const { return beside_[recorded ? 1 : 0]; }
   double decodes(const StepLoad& load) const;
+  double prompts_add(const StepLoad& load) const;
   void learn_decodes(const StepLoad& load, double seconds);
   void learn_prompts(const StepLoad& load, double seconds);
   void learn_mixed(const StepLoad& load, double seconds, double expected);
-  void note_spread(double ratio);
 
   TimeCurve decode_;
   TimeCurve alone_;
-  PromptCost beside_;
+  std::array<Beside, 2> beside_;  // launched kernel by kernel, recorded
   Slope per_decode_context_{4096.0};
   Slope per_work_{4096.0 * 256.0};
-  std::int64_t num_mixed_ = 0;
   std::int64_t samples_ = 0;
   std::int32_t accidents_ = 0;  // in a row
-  std::int32_t far_off_ = 0;    // in a row
-  double spread_ = 0.0015;      // mean square of how far off predictions of mixed steps were
 };
 
 }  // namespace quickturn::control
