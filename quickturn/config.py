@@ -62,6 +62,10 @@ class EngineConfig:
     """
     max_ttft: float = 0.0
     """Seconds to a first token that prompts are hurried for, as far as that promise allows. 0: none."""
+    max_pause: float = 0.0
+    """Seconds that a step beside users who are being answered may take once in 128, where that brings prompts
+    on at least twice as fast as a piece in every step; the promise then holds on average. 0: never.
+    """
     overlap: bool | None = None
     """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
     graphs: bool = True
@@ -92,9 +96,9 @@ class EngineConfig:
         for name in ("max_requests", "max_step_tokens", "ranks_per_gpu"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("min_tps_per_user", "max_ttft"):
+        for name in ("min_tps_per_user", "max_ttft", "max_pause"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 (no promise) or more, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be 0 (none) or more, got {getattr(self, name)}")
         if self.cp > 1 and self.block_tokens % self.cp:
             raise ValueError(
                 f"{self.cp} ranks (cp) can't share out blocks of {self.block_tokens} tokens: take a power of"

@@ -46,9 +46,9 @@ void validate(const SchedulerConfig& config) {
     require(step.rows >= 1 && step.tokens > step.rows,
             "a recorded step needs rows, and room for a prompt beside them");
   const auto& policy = config.policy;
-  require(policy.min_tps_per_user >= 0 && policy.max_ttft >= 0 && policy.fairness >= 0 &&
-              policy.share_wait >= 0 && policy.eviction_hold >= 0 && policy.max_hold >= 0 &&
-              policy.max_gap_factor >= 0,
+  require(policy.min_tps_per_user >= 0 && policy.max_ttft >= 0 && policy.max_pause >= 0 &&
+              policy.fairness >= 0 && policy.share_wait >= 0 && policy.eviction_hold >= 0 &&
+              policy.max_hold >= 0 && policy.max_gap_factor >= 0,
           "times and rates of the policy must not be negative");
   require(policy.max_hold_share >= 0 && policy.max_hold_share <= 1 && policy.demote_below >= 0 &&
               policy.demote_below <= 1,

@@ -103,7 +103,7 @@ void Scheduler::plan_decodes() {
 }
 
 void Scheduler::plan_prefills() {
-  const Allowance allowed = prefilling_.empty() ? Allowance{} : prefill_budget();
+  const Allowance allowed = prefilling_.empty() ? Allowance{} : with_pauses(prefill_budget());
   std::int32_t budget = allowed.tokens;
   for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
     Request& request = *prefilling_[i];
@@ -129,6 +129,7 @@ void Scheduler::plan_prefills() {
     if (request.left > 0) enlist(request);
   }
   note_prefills(allowed.tokens);
+  note_pause(allowed);
 }
 
 void Scheduler::emit(Request& request, std::int32_t query, bool sampled, bool decode) {

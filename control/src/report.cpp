@@ -38,6 +38,7 @@ std::vector<std::pair<std::string, double>> Scheduler::stats() const {
       {"index_bytes", number(cache_.index().bytes())},
       {"index_entries", number(cache_.index().num_sides())},
       {"min_cacheable_tokens", number(config_.block_tokens)},
+      {"pauses", number(counters_.pauses)},
       {"requests_held_by_promise", promise_holds_ ? number(waiting_.size()) : 0.0},
       {"step_us_predicted", last_predicted_ * 1e6},
       {"step_us_measured", last_measured_ * 1e6},

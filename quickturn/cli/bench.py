@@ -214,6 +214,7 @@ def throughput(
     shared: Annotated[int, typer.Option(help="first tokens that all prompts share", min=0)] = 0,
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
+    max_pause: options.MaxPause = 0.0,
     max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
     peer: Annotated[str, typer.Option(help="'transformers': the same from its continuous batching")] = "",
     output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
@@ -245,6 +246,7 @@ def throughput(
         max_step_tokens=max_step_tokens,
         min_tps_per_user=min_tps_per_user,
         max_ttft=max_ttft,
+        max_pause=max_pause,
     )
     running = OfflineBench(config)
     running.prefill_once(8)

@@ -86,6 +86,14 @@ MaxTtft = Annotated[
     float,
     typer.Option("--max-ttft", help="Seconds to the first token to aim at; 0 for none.", min=0),
 ]
+MaxPause = Annotated[
+    float,
+    typer.Option(
+        "--max-pause",
+        help="Seconds that one step in 128 may take where that brings prompts on much faster; 0: none.",
+        min=0,
+    ),
+]
 Tp = Annotated[
     int,
     typer.Option("--tp", help="Ranks that share out heads and features, each on a GPU of its own.", min=1),

@@ -41,6 +41,7 @@ def serve(
     prefix_cache: options.PrefixCache = True,
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
+    max_pause: options.MaxPause = 0.0,
     max_queue: Annotated[
         int | None,
         typer.Option(
@@ -92,6 +93,7 @@ def serve(
         prefix_cache=prefix_cache,
         min_tps_per_user=min_tps_per_user,
         max_ttft=max_ttft,
+        max_pause=max_pause,
         tp=tp,
         dp=dp,
         cp=cp,

@@ -158,6 +158,7 @@ def scheduler_config(
         policy=control.Policy(
             min_tps_per_user=config.min_tps_per_user,
             max_ttft=config.max_ttft,
+            max_pause=config.max_pause,
             checkpoint_tail=config.checkpoint_tail,
             checkpoint_stride=config.checkpoint_stride,
         ),

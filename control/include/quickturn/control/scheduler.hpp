@@ -3,8 +3,9 @@
 // Its parts, one file each in src/: requests.cpp (add, cancel, end), planner.cpp (a step's rows),
 // admission.cpp (who gets a slot), growth.cpp (blocks and states for tokens about to be computed), settle.cpp
 // (what a finished step means), publish.cpp (what enters the prefix index), transfers.cpp (tiers),
-// promise.cpp (how much prefill a step may carry), retraction.cpp, sharing.cpp (prefixes computed once),
-// retention.cpp (what stays warm, what goes first), report.cpp (stats and audit).
+// promise.cpp (how much prefill a step may carry), pause.cpp (when it may carry more), retraction.cpp,
+// sharing.cpp (prefixes computed once), retention.cpp (what stays warm, what goes first), report.cpp (stats
+// and audit).
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,7 @@ struct Counters {
   std::int64_t cancelled = 0;
   std::int64_t timed_out = 0;
   std::int64_t failed = 0;
+  std::int64_t pauses = 0;
 };
 
 class Scheduler {
@@ -206,6 +208,7 @@ class Scheduler {
   struct Allowance {
     std::int32_t tokens = 0;
     bool one_prompt = false;
+    double pause = 0.0;  // seconds, if they take longer than is promised
   };
   Allowance prefill_budget() const;
   double step_limit(double decode_time) const;
@@ -228,6 +231,13 @@ class Scheduler {
   // Prompt tokens that are to be computed, counted up to more than `enough`.
   std::int32_t left_to_prefill(std::int32_t enough) const;
   void note_prefills(std::int32_t budget);
+
+  // pause.cpp
+  // What promise.cpp allows, or more, or nothing if more in a later step brings prompts on faster.
+  Allowance with_pauses(Allowance piece) const;
+  // Seconds of this step with so many prompt tokens, of several prompts.
+  double pause_with(std::int32_t tokens) const;
+  void note_pause(const Allowance& allowed);
 
   // retraction.cpp
   // What came of it: try again, wait for what is on its way back, or the request itself is gone from the
@@ -275,6 +285,8 @@ class Scheduler {
   std::int32_t mixed_steps_ = 0;     // in a row, with decoding rows and prompts
   std::int32_t larger_prompts_ = 0;  // steps in a row of them, with more prompt tokens than the least
   std::int64_t pieces_ = 0;          // of prompts beside decoding rows
+  std::int32_t pause_credit_ = 0;    // steps of decoding rows, less what pauses cost
+  double pause_debt_ = 0.0;          // seconds that users are behind what is promised
   double lone_decodes_ = 0.0;        // tokens of the last step of decoding rows alone
 
   Flight* building_ = nullptr;
