@@ -2,7 +2,9 @@
 
     python benchmarks/decode_gap.py benchmarks/shapes/qwen3-0.6b --json OUT.json
 
-Steps are profiled through torch.profiler, which itself slows the host. Times are microseconds a step.
+Steps are profiled through torch.profiler, which itself slows the host. Times are microseconds a step. Kernels
+begin before the ones ahead have ended and wait inside: `us` is how long they were there, `later_us` how much
+later the last end so far became through them, which adds up to the step.
 """
 
 import argparse
@@ -55,16 +57,17 @@ def decode_profile(core: EngineCore, rows: int, context: int, steps: int, longes
         if str(event.device_type).endswith("CUDA")
     )
     busy, idle, gaps, reached = 0.0, 0.0, [], spans[0][0]
-    for start, end, _ in spans:
+    names, counts, later = Counter[str](), Counter[str](), Counter[str]()
+    for start, end, name in ((start, end, short_name(kernel)) for start, end, kernel in spans):
+        names[name] += end - start
+        counts[name] += 1
+        later[name] += max(0.0, end - reached)
         if start > reached:
             gaps.append(start - reached)
             idle += start - reached
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     long_gaps = sorted(gaps, reverse=True)[:steps]
-    names, counts = Counter[str](), Counter(name for _, _, name in spans)
-    for start, end, name in spans:
-        names[name] += end - start
     return {
         "rows": rows,
         "context": context,
@@ -77,8 +80,8 @@ def decode_profile(core: EngineCore, rows: int, context: int, steps: int, longes
         "idle_us_in_the_longest_gap_of_a_step": sum(long_gaps) / steps,
         "gap_share_of_unprofiled_step": sum(long_gaps) / steps / wall,
         "longest": {
-            short_name(name): {"us": us / steps, "launches": counts[name] / steps}
-            for name, us in names.most_common(longest)
+            name: {"later_us": us / steps, "us": names[name] / steps, "launches": counts[name] / steps}
+            for name, us in later.most_common(longest)
         },
     }
 
