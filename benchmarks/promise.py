@@ -205,9 +205,11 @@ async def measure(
     found: dict[str, Any] = {"promised_tps": promise, "beside": []}
     sizes = arguments.reader, arguments.newcomer
     print(f"promise: {f'{promise:g} tokens/s' if promise else 'twice the steady gap'}", flush=True)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         if arguments.in_process:
-            door: Door = InProcess(model, options, promise)
+            engine = InProcess(model, options, promise)
+            stack.push_async_callback(engine.close)
+            door: Door = engine
         else:
             url = stack.enter_context(serving(model, options, promise))
             door = Server(url, arguments.vocabulary)

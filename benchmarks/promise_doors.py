@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import subprocess
@@ -101,6 +102,19 @@ class InProcess:
         finally:
             del self._queues[id]
             self._core.cancel(CancelRequest(id))
+
+    async def close(self) -> None:
+        """Ends the engine and gives its memory back: the next one needs all of it."""
+        import torch
+
+        if self._runs is not None:
+            self._runs.cancel()
+            await asyncio.gather(self._runs, return_exceptions=True)
+        self._core.close()
+        del self._core
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def take_steps(self) -> list[tuple[int, float, float]]:
         """See `Door`."""
