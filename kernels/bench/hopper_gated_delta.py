@@ -322,7 +322,7 @@ def convolution(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def fla(lengths: tuple[int, ...], graphs: bool) -> dict[str, Any]:
-    """flash-linear-attention's chunked kernel, launched by the host, and ours in a graph; or its in a graph."""
+    """flash-linear-attention's chunked kernel, launched by the host, and ours in a graph; or its in one."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     made = Prefill(lengths)
