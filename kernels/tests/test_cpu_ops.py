@@ -2,7 +2,7 @@
 has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -105,6 +105,14 @@ def test_greedy(generator: torch.Generator, dtype: torch.dtype, size: int) -> No
     assert tokens[5] == logits[5].argmax()
 
 
+@pytest.fixture
+def few_threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads kernels may use; afterwards it is as before."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Shape:
     heads: int
@@ -190,6 +198,33 @@ def test_prefill(
     assert_near(compiled("paged_attention_prefill", *args), expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("window", "sink", "softcap"), [(0, False, 0.0), (37, True, 0.0), (700, True, 5.0)])
+def test_few_queries_behind_many_keys(
+    generator: torch.Generator,
+    threads: int,
+    window: int,
+    sink: bool,
+    softcap: float,
+    few_threads: Callable[[int], None],
+    level: str,
+) -> None:
+    """Through tiles their keys are shared out among threads; any number of queries fills its lanes."""
+    if threads > 1 and level != "amx":
+        pytest.skip("whole units whatever there are")
+    few_threads(threads)
+    shape, contexts, dtype = Shape(9, 3, 64, 64), [1203, 95], torch.bfloat16
+    cache = paged(generator, shape, contexts, dtype)
+    sinks = random(generator, shape.heads) if sink else None
+    for queries in ([15, 1], [1, 0], [33, 17], [48, 64], [90, 3]):
+        start = torch.tensor([0, *queries]).cumsum(0).int()
+        q = random(generator, int(start[-1]), shape.heads, shape.head_dim, dtype=dtype)
+        most = max(queries)
+        args = (q, cache.k, cache.v, cache.tables, start, cache.contexts, most, 0.2, window, sinks, softcap)
+        expected = reference("paged_attention_prefill", *args, 1203)
+        assert_near(compiled("paged_attention_prefill", *args, 1203), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotary_dim", [64, 24])
@@ -207,7 +242,8 @@ def test_rotary(generator: torch.Generator, dtype: torch.dtype, normed: bool, ro
         q, k, v = fused.clone().split([9, 3, 3], dim=1)
         k_before = k.clone()
         cache = torch.full((8, 2, 16, shape.kv_heads, 64), 7.0, dtype=dtype)
-        run("rotary_cache_write", q, k, v, positions, table, cache[:, 0], cache[:, 1], slots, *weights, 1e-5)
+        written = cache[:, 0], cache[:, 1], slots, *weights, 1e-5, 1.0, 1.0
+        run("rotary_cache_write", q, k, v, positions, table, *written)
         assert torch.equal(k, k_before)
         q[5] = 0
         results.append((q, cache))

@@ -170,8 +170,8 @@ void prefill_typed(const AttentionArgs& a) {
   clear_padding<T>(a);
   const Units units(a, kTokens);
   const long floats = (2 * units.max_heads() * kTokens + 2 * kKeys) * a.cache.head_dim;
-  for_each_unit(units, static_cast<size_t>(floats) * sizeof(float), [&](const Unit& unit, void* scratch) {
-    attend_unit<T>(a, unit, static_cast<float*>(scratch));
+  for_each_task(units.count(), static_cast<size_t>(floats) * sizeof(float), [&](long index, void* scratch) {
+    attend_unit<T>(a, units.at(index), static_cast<float*>(scratch));
   });
 }
 

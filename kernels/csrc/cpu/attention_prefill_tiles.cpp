@@ -4,44 +4,37 @@
 // cache, a vector of S^T is one key for 16 queries, so that the softmax runs along vectors and never across
 // lanes, and the terms become a right operand by packing two vectors. Only V needs a transposition, once for
 // all the queries of a unit. Queries lie in lane groups: one head's 16 consecutive tokens.
+//
+// Few queries behind many keys make few units: then each is cut into parts, runs of its keys, and whichever
+// thread is the last of a unit merges what its parts came to.
 
 #include "attention_prefill_tiles.h"
 
-#include "attention_units.h"
+#include "attention_prefill_parts.h"
 #include "tiles.h"
 #include "transpose.h"
 
 namespace qt::QT_ISA {
 namespace {
 
-constexpr long kTokens = 64;  // query tokens of a unit: 4 lane groups a head
-constexpr long kKeys = 128;   // keys a softmax step
-constexpr long kGroupsPerHead = kTokens / 16;
 constexpr long kTile = 512;  // bf16 elements of a tile
-constexpr long kMaxLaneGroups = kMaxUnitHeads * kGroupsPerHead;
 
 // A thread's buffers, cut from one allocation.
 struct Scratch {
-  float* sums;      // [lane groups][dim][16]
   float* scores;    // [2][kKeys][16]
   uint32_t* terms;  // [2][kKeys / 2][16]: pairs of bf16, the right operands of O^T
   bf16* queries;    // [lane groups][dim / 32] tiles: right operands of S^T
   bf16* values;     // [kKeys / 32][dim / 16] tiles: left operands of O^T
 
   static size_t bytes(long lane_groups, long dim) {
-    return static_cast<size_t>(lane_groups * dim * (64 + 32) + 2 * kKeys * (64 + 32) + kKeys * dim * 2);
+    return static_cast<size_t>(lane_groups * dim * 32 + 2 * kKeys * (64 + 32) + kKeys * dim * 2);
   }
   Scratch(void* memory, long lane_groups, long dim) {
-    sums = static_cast<float*>(memory);
-    scores = sums + lane_groups * dim * 16;
+    scores = static_cast<float*>(memory);
     terms = reinterpret_cast<uint32_t*>(scores + 2 * kKeys * 16);
     queries = reinterpret_cast<bf16*>(terms + kKeys * 16);
     values = queries + lane_groups * dim * 16;
   }
-};
-
-struct Softmax {
-  __m512 maximum, total, position;
 };
 
 // 2^x to 4e-6 of itself, better than the bf16 that it is rounded to. Far negative x give 0.
@@ -74,16 +67,35 @@ void pack_queries(const AttentionArgs& a, const Unit& unit, long head, long firs
   }
 }
 
-// Values of 32 keys as left operands: tile row = element of the head, columns = keys. Keys from `count` on
-// are zero, whatever the cache holds there.
-void pack_values(const PagedCache& cache, const KeyRun& run, long begin, long count, bf16* out) {
-  const bf16* rows[32];
-  for (long j = 0; j < 32; ++j) rows[j] = value_at<bf16>(cache, run, begin + (j < count ? j : 0));
+// Rows of keys that will be read in the next step. They lie too far apart to be fetched by themselves.
+void prefetch_rows(const PagedCache& cache, const KeyRun& run, long begin, long end) {
+  if (begin >= end) return;
+  const bf16* key = key_at<bf16>(cache, run, begin);
+  const bf16* value = value_at<bf16>(cache, run, begin);
+  for (long j = begin; j < end; ++j, key += cache.k_token_stride, value += cache.v_token_stride) {
+    for (long d = 0; d < cache.head_dim; d += 32) {
+      __builtin_prefetch(key + d, 0, 2);
+      __builtin_prefetch(value + d, 0, 2);
+    }
+  }
+}
+
+// Values of 32 keys, of which the first is a multiple of 16, as left operands: tile row = element of the
+// head, columns = keys. Keys from `count` on are zero, whatever the cache holds there. Meanwhile the keys and
+// values of 32 others are fetched, those of [ahead, end).
+void pack_values(const PagedCache& cache, const KeyRun& run, long begin, long count, long ahead, long end,
+                 bf16* out) {
+  const bf16* first = value_at<bf16>(cache, run, begin);
+  const bf16* second = count > 16 ? value_at<bf16>(cache, run, begin + 16) : first;
   for (long d = 0; d < cache.head_dim; d += 16, out += kTile) {
+    const long from = ahead + 32 * d / cache.head_dim, to = ahead + 32 * (d + 16) / cache.head_dim;
+    prefetch_rows(cache, run, from, to < end ? to : end);
     __m512i pairs[16];
     for (long i = 0; i < 16; ++i) {
-      const __m512i even = 2 * i < count ? load_wide(rows[2 * i] + d) : _mm512_setzero_si512();
-      const __m512i odd = 2 * i + 1 < count ? load_wide(rows[2 * i + 1] + d) : _mm512_setzero_si512();
+      const bf16* even_row = (i < 8 ? first : second) + 2 * i % 16 * cache.v_token_stride + d;
+      const bf16* odd_row = even_row + cache.v_token_stride;
+      const __m512i even = 2 * i < count ? load_wide(even_row) : _mm512_setzero_si512();
+      const __m512i odd = 2 * i + 1 < count ? load_wide(odd_row) : _mm512_setzero_si512();
       pairs[i] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
     }
     transpose16(pairs);
@@ -91,57 +103,71 @@ void pack_values(const PagedCache& cache, const KeyRun& run, long begin, long co
   }
 }
 
-// S^T of `tiles` tiles of 16 keys (an even number) for two lane groups.
+// S^T of `tiles` tiles of 16 keys (an even number) for two lane groups, or for the first alone.
+template <bool kTwo>
 void multiply_keys(const bf16* const* keys, long stride, long tiles, const bf16* q0, const bf16* q1, long dim,
                    float* s0, float* s1) {
   before_tile_loads();
   for (long tile = 0; tile < tiles; tile += 2) {
     _tile_zero(0);
-    _tile_zero(1);
     _tile_zero(2);
-    _tile_zero(3);
+    if constexpr (kTwo) {
+      _tile_zero(1);
+      _tile_zero(3);
+    }
     for (long d = 0; d < dim; d += 32) {
       _tile_loadd(6, q0 + d * 16, 64);
-      _tile_loadd(7, q1 + d * 16, 64);
       _tile_loadd(4, keys[tile] + d, stride * 2);
       _tile_loadd(5, keys[tile + 1] + d, stride * 2);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if constexpr (kTwo) {
+        _tile_loadd(7, q1 + d * 16, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
     _tile_stored(0, s0 + tile * 256, 64);
-    _tile_stored(1, s1 + tile * 256, 64);
     _tile_stored(2, s0 + tile * 256 + 256, 64);
-    _tile_stored(3, s1 + tile * 256 + 256, 64);
+    if constexpr (kTwo) {
+      _tile_stored(1, s1 + tile * 256, 64);
+      _tile_stored(3, s1 + tile * 256 + 256, 64);
+    }
   }
 }
 
-// O^T += V^T P^T over `steps` steps of 32 keys for two lane groups.
+// O^T += V^T P^T over `steps` steps of 32 keys for two lane groups, or for the first alone.
+template <bool kTwo>
 void multiply_values(const bf16* values, long steps, const uint32_t* p0, const uint32_t* p1, long dim,
                      float* o0, float* o1) {
   const long step_size = dim / 16 * kTile;
   before_tile_loads();
   for (long d = 0; d < dim; d += 32) {
     _tile_loadd(0, o0 + d * 16, 64);
-    _tile_loadd(1, o1 + d * 16, 64);
     _tile_loadd(2, o0 + d * 16 + 256, 64);
-    _tile_loadd(3, o1 + d * 16 + 256, 64);
+    if constexpr (kTwo) {
+      _tile_loadd(1, o1 + d * 16, 64);
+      _tile_loadd(3, o1 + d * 16 + 256, 64);
+    }
     for (long step = 0; step < steps; ++step) {
       const bf16* v = values + step * step_size + d / 16 * kTile;
       _tile_loadd(4, v, 64);
       _tile_loadd(5, v + kTile, 64);
       _tile_loadd(6, p0 + step * 256, 64);
-      _tile_loadd(7, p1 + step * 256, 64);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      if constexpr (kTwo) {
+        _tile_loadd(7, p1 + step * 256, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
     }
     _tile_stored(0, o0 + d * 16, 64);
-    _tile_stored(1, o1 + d * 16, 64);
     _tile_stored(2, o0 + d * 16 + 256, 64);
-    _tile_stored(3, o1 + d * 16 + 256, 64);
+    if constexpr (kTwo) {
+      _tile_stored(1, o1 + d * 16, 64);
+      _tile_stored(3, o1 + d * 16 + 256, 64);
+    }
   }
 }
 
@@ -163,8 +189,7 @@ void transform_scores(const AttentionArgs& a, ScoreScale scale, long begin, long
 
 // One online softmax step of a lane group: scores to packed terms, and the sums so far scaled to the new
 // maximum.
-void softmax_step(const float* s, long count, float factor, Softmax& state, uint32_t* terms, float* sums,
-                  long dim) {
+void softmax_step(const float* s, long count, float factor, Softmax& state, uint32_t* terms, long dim) {
   const __m512 scale = _mm512_set1_ps(factor);
   __m512 best0 = _mm512_load_ps(s), best1 = _mm512_load_ps(s + 16);
   for (long j = 2; j < count; j += 2) {
@@ -193,73 +218,110 @@ void softmax_step(const float* s, long count, float factor, Softmax& state, uint
   const __m512 shrink = fast_exp2(_mm512_sub_ps(state.maximum, peak));
   state.total = _mm512_fmadd_ps(state.total, shrink, total);
   state.maximum = peak;
-  for (long d = 0; d < dim; ++d)
-    _mm512_store_ps(sums + d * 16, _mm512_mul_ps(_mm512_load_ps(sums + d * 16), shrink));
+  for (float* sums = state.sums; sums < state.sums + dim * 16; sums += 16)
+    _mm512_store_ps(sums, _mm512_mul_ps(_mm512_load_ps(sums), shrink));
 }
 
-void finish_lanes(const AttentionArgs& a, const Unit& unit, long head, long first, const Softmax& state,
-                  float* sums) {
+// The other's keys are other keys of the same queries.
+void merge(Softmax& into, const Softmax& other, long dim) {
+  const __m512 peak = _mm512_max_ps(into.maximum, other.maximum);
+  const __m512 mine = fast_exp2(_mm512_sub_ps(into.maximum, peak)),
+               theirs = fast_exp2(_mm512_sub_ps(other.maximum, peak));
+  into.maximum = peak;
+  into.total = _mm512_fmadd_ps(into.total, mine, _mm512_mul_ps(other.total, theirs));
+  for (long d = 0; d < dim * 16; d += 16) {
+    const __m512 sum = _mm512_mul_ps(_mm512_load_ps(other.sums + d), theirs);
+    _mm512_store_ps(into.sums + d, _mm512_fmadd_ps(_mm512_load_ps(into.sums + d), mine, sum));
+  }
+}
+
+void finish_lanes(const AttentionArgs& a, const Unit& unit, const LaneGroup& lanes, const Softmax& state) {
   const long dim = a.cache.head_dim;
   const __m512 factor = _mm512_div_ps(_mm512_set1_ps(1.0F), state.total);
   for (long d = 0; d < dim; d += 16) {
     __m512i rows[16];
     for (long i = 0; i < 16; ++i) {
-      rows[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (d + i) * 16), factor));
+      rows[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(state.sums + (d + i) * 16), factor));
     }
     transpose16(rows);
-    for (long i = 0; i < 16 && first + i < unit.count; ++i) {
-      bf16* out = static_cast<bf16*>(a.out) + ((unit.token + first + i) * a.q_heads + head) * dim + d;
-      store(out, (vf)rows[i]);
+    for (long i = 0; i < 16 && lanes.first + i < unit.count; ++i) {
+      const long token = unit.token + lanes.first + i;
+      store(static_cast<bf16*>(a.out) + (token * a.q_heads + lanes.head) * dim + d, (vf)rows[i]);
     }
   }
 }
 
-void attend_unit(const AttentionArgs& a, const Unit& unit, const Scratch& scratch) {
-  const PagedCache& cache = a.cache;
-  const long dim = cache.head_dim, groups = unit.heads * kGroupsPerHead, end = unit.position + unit.count;
+// Where nothing has been seen yet; with `sinks` they have been.
+void start_lanes(const AttentionArgs& a, long head, bool sinks, Softmax& state) {
+  state.maximum = _mm512_set1_ps(sinks ? a.sinks[head] * kLog2e : kFarBelow);
+  state.total = _mm512_set1_ps(sinks ? 1.0F : 0.0F);
+  __builtin_memset(state.sums, 0, static_cast<size_t>(a.cache.head_dim) * 16 * sizeof(float));
+}
+
+// One softmax step of up to two lane groups, from `group` on: `count` keys from `key` on.
+template <bool kTwo>
+void attend_lanes(const AttentionArgs& a, const Unit& unit, const Scratch& scratch, const bf16* const* keys,
+                  Range step, long group, Softmax* states) {
+  const long dim = a.cache.head_dim, key = step.begin;
+  const LaneGroup lanes[2] = {lane_group(unit, group), lane_group(unit, kTwo ? group + 1 : group)};
+  const bool in_order = lanes[0].first <= lanes[1].first;  // else the second is another head's
+  const long earliest = unit.position + (in_order ? lanes[0] : lanes[1]).first;
+  const long latest = unit.position + (in_order ? lanes[1] : lanes[0]).first + 15;
+  const long last = latest < unit.position + unit.count ? latest : unit.position + unit.count - 1;
+  if (key > last) return;
+  const long wanted = last < step.end ? last + 1 - key : step.end - key, steps = (wanted + 31) / 32;
   const ScoreScale scale = score_scale(a);
+  const bf16* queries = scratch.queries + group * dim * 16;
+  multiply_keys<kTwo>(keys, a.cache.k_token_stride, 2 * steps, queries, queries + dim * 16, dim,
+                      scratch.scores, scratch.scores + kKeys * 16);
+  const bool masked =
+      scale.softcap > 0 || key + steps * 32 - 1 > earliest || (a.window > 0 && key <= last - a.window);
+  for (long j = 0; j < (kTwo ? 2 : 1); ++j) {
+    float* scores = scratch.scores + j * kKeys * 16;
+    if (masked) transform_scores(a, scale, key, steps * 32, positions_of(unit, lanes[j]), scores);
+    softmax_step(scores, steps * 32, scale.factor, states[j], scratch.terms + j * kKeys * 8, dim);
+  }
+  multiply_values<kTwo>(scratch.values, steps, scratch.terms, scratch.terms + kKeys * 8, dim, states[0].sums,
+                        kTwo ? states[1].sums : nullptr);
+}
+
+// Part `part` of `parts` of a unit, all of its lane groups.
+void attend_part(const AttentionArgs& a, const Unit& unit, long part, long parts, const Scratch& scratch,
+                 const Partial& partial) {
+  const PagedCache& cache = a.cache;
+  const long dim = cache.head_dim, groups = lane_groups_of(unit), end = unit.position + unit.count;
   const KeyRun run{unit.blocks, unit.kv_head};
-  Softmax states[kMaxLaneGroups];
-  __builtin_memset(scratch.sums, 0, static_cast<size_t>(groups * dim * 16) * sizeof(float));
   for (long i = 0; i < groups; ++i) {
-    const long head = unit.first_head + i / kGroupsPerHead, first = i % kGroupsPerHead * 16;
-    pack_queries(a, unit, head, first, scratch.queries + i * dim * 16);
-    states[i].maximum = _mm512_set1_ps(a.sinks == nullptr ? kFarBelow : a.sinks[head] * kLog2e);
-    states[i].total = _mm512_set1_ps(a.sinks == nullptr ? 0.0F : 1.0F);
-    states[i].position =
-        _mm512_add_ps((__m512)lane_numbers(), _mm512_set1_ps(static_cast<float>(unit.position + first)));
+    const LaneGroup lanes = lane_group(unit, i);
+    pack_queries(a, unit, lanes.head, lanes.first, scratch.queries + i * dim * 16);
+    Softmax state = partial.load(i);
+    start_lanes(a, lanes.head, a.sinks != nullptr && part == 0, state);
+    partial.store(i, state);
   }
   // Steps start at whole tiles; keys before the window's first are masked.
-  for (long key = first_key(a, unit.position) & ~15L; key < end; key += kKeys) {
+  const long begin = first_key(a, unit.position) & ~15L;
+  const Range steps =
+      share((end - begin + kKeys - 1) / kKeys, static_cast<int>(part), static_cast<int>(parts));
+  const long until = begin + steps.end * kKeys < end ? begin + steps.end * kKeys : end;
+  for (long key = begin + steps.begin * kKeys; key < until; key += kKeys) {
     const long count = end - key < kKeys ? end - key : kKeys;
     const bf16* keys[kKeys / 16];
     for (long j = 0; j < kKeys / 16; ++j)
       keys[j] = key_at<bf16>(cache, run, key + (j * 16 < count ? j * 16 : 0));
     for (long j = 0; j < count; j += 32) {
-      pack_values(cache, run, key + j, count - j, scratch.values + j / 32 * (dim / 16 * kTile));
+      pack_values(cache, run, key + j, count - j, key + kKeys + j, until,
+                  scratch.values + j / 32 * (dim / 16 * kTile));
     }
     for (long i = 0; i < groups; i += 2) {
-      const long first = i % kGroupsPerHead * 16, first_position = unit.position + first;
-      const long last = first_position + 31 < end - 1 ? first_position + 31 : end - 1;  // of both lane groups
-      if (first >= unit.count || key > last) continue;
-      const long wanted = last + 1 - key < count ? last + 1 - key : count, steps = (wanted + 31) / 32;
-      multiply_keys(keys, cache.k_token_stride, 2 * steps, scratch.queries + i * dim * 16,
-                    scratch.queries + (i + 1) * dim * 16, dim, scratch.scores, scratch.scores + kKeys * 16);
-      const bool masked = scale.softcap > 0 || key + steps * 32 - 1 > first_position ||
-                          (a.window > 0 && key <= last - a.window);
-      for (long j = 0; j < 2; ++j) {
-        float* scores = scratch.scores + j * kKeys * 16;
-        if (masked) transform_scores(a, scale, key, steps * 32, states[i + j].position, scores);
-        softmax_step(scores, steps * 32, scale.factor, states[i + j], scratch.terms + j * kKeys * 8,
-                     scratch.sums + (i + j) * dim * 16, dim);
+      Softmax states[2] = {partial.load(i), partial.load(i + 1 < groups ? i + 1 : i)};
+      if (i + 1 < groups) {
+        attend_lanes<true>(a, unit, scratch, keys, {key, key + count}, i, states);
+        partial.store(i + 1, states[1]);
+      } else {
+        attend_lanes<false>(a, unit, scratch, keys, {key, key + count}, i, states);
       }
-      multiply_values(scratch.values, steps, scratch.terms, scratch.terms + kKeys * 8, dim,
-                      scratch.sums + i * dim * 16, scratch.sums + (i + 1) * dim * 16);
+      partial.store(i, states[0]);
     }
-  }
-  for (long i = 0; i < groups; ++i) {
-    const long head = unit.first_head + i / kGroupsPerHead, first = i % kGroupsPerHead * 16;
-    finish_lanes(a, unit, head, first, states[i], scratch.sums + i * dim * 16);
   }
 }
 
@@ -268,11 +330,27 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, const Scratch& scratc
 void attention_prefill_tiles(const AttentionArgs& a) {
   clear_padding<bf16>(a);
   const Units units(a, kTokens);
-  const long lane_groups = units.max_heads() * kGroupsPerHead, dim = a.cache.head_dim;
-  for_each_unit(units, Scratch::bytes(lane_groups, dim), [&](const Unit& unit, void* memory) {
+  if (units.count() == 0) return;
+  const long dim = a.cache.head_dim, lane_groups = units.max_heads() * (kTokens / 16);
+  const long parts = parts_for(units.count(), most_steps(a)), floats = Partial::floats(lane_groups, dim);
+  const Shared shared(parts == 1 ? 0 : units.count(), parts, floats);
+  const size_t own = Scratch::bytes(lane_groups, dim),
+               bytes = own + static_cast<size_t>(floats) * sizeof(float);
+  for_each_task(units.count() * parts, bytes, [&](long task, void* memory) {
+    const Unit unit = units.at(task / parts);
+    float* const spare = reinterpret_cast<float*>(static_cast<char*>(memory) + own);
+    const auto partial = [&](long part) {
+      return Partial(parts == 1 ? spare : shared.sums + (task / parts * parts + part) * floats, dim);
+    };
     configure_tiles(16, 16, 16);
-    attend_unit(a, unit, Scratch(memory, lane_groups, dim));
+    attend_part(a, unit, task % parts, parts, Scratch(memory, lane_groups, dim), partial(task % parts));
     _tile_release();
+    if (parts > 1 && !shared.last(task / parts, parts)) return;
+    for (long i = 0; i < lane_groups_of(unit); ++i) {
+      Softmax state = partial(0).load(i);
+      for (long part = 1; part < parts; ++part) merge(state, partial(part).load(i), dim);
+      finish_lanes(a, unit, lane_group(unit, i), state);
+    }
   });
 }
 

@@ -69,19 +69,17 @@ static void clear_padding(const AttentionArgs& a) {
   __builtin_memset(out + used * token_bytes, 0, (static_cast<size_t>(a.tokens) - used) * token_bytes);
 }
 
-// Runs body(unit, scratch) for every unit; units are taken one by one, since their cost differs.
+// Runs body(task, scratch) for every task; they are taken one by one, since their cost differs.
 template <class Body>
-static void for_each_unit(const Units& units, size_t scratch_bytes, const Body& body) {
+static void for_each_task(long tasks, size_t scratch_bytes, const Body& body) {
   long next = 0;
   const int limit = max_threads();
-  const int threads = units.count() < limit ? static_cast<int>(units.count()) : limit;
-  parallel(threads, [&](int, int) {
+  parallel(tasks < limit ? static_cast<int>(tasks) : limit, [&](int, int) {
     void* scratch = std::aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
     for (;;) {
-      const long index = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (index >= units.count()) break;
-      const Unit unit = units.at(index);
-      body(unit, scratch);
+      const long task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (task >= tasks) break;
+      body(task, scratch);
     }
     std::free(scratch);
   });

@@ -187,7 +187,7 @@ void linear(const TileLinearArgs& a) {
     } else {
       auto* tiles =
           static_cast<bf16*>(std::aligned_alloc(64, static_cast<size_t>(steps * 2 * kTile) * sizeof(bf16)));
-      many_rows(a, thread, threads, [&](long panel) {
+      many_rows<false>(a, thread, threads, [&](long panel) {
         const uint8_t* step = static_cast<const uint8_t*>(a.weight) + panel * steps * kBytes;
         for (long s = 0; s < steps; ++s) dequantise<kFormat>(step + s * kBytes, tiles + s * 2 * kTile);
         before_tile_loads();

@@ -94,20 +94,27 @@ static void store_block(const TileLinearArgs& a, long row, long rows, long panel
   }
 }
 
-// Rows [begin, end) by one panel: blocks of 32, then what is left with tiles of its own size.
+// Rows [begin, end) by one panel: blocks of 32, then what is left with tiles of its own size. kStream: the
+// panel comes from memory, and lies in the cache from the second block on.
+template <bool kStream>
 static void panel_rows(const TileLinearArgs& a, const bf16* in, long panel, Range rows, long steps) {
   for (long row = rows.begin; row < rows.end; row += kBlockRows) {
     const long count = rows.end - row < kBlockRows ? rows.end - row : kBlockRows;
     if (count < kBlockRows) configure_rows(count);
     clear_block(count);
-    multiply_steps<false>(a.x + row * a.x_stride, a.x_stride, count, in, steps);
+    const bf16* x = a.x + row * a.x_stride;
+    if (kStream && row == rows.begin) {
+      multiply_steps<true>(x, a.x_stride, count, in, steps);
+    } else {
+      multiply_steps<false>(x, a.x_stride, count, in, steps);
+    }
     store_block(a, row, count, panel);
     if (count < kBlockRows) configure_rows(kBlockRows);
   }
 }
 
 // Any number of rows. `source(panel)` gives a panel as bf16 tiles; it is asked once for each block of rows.
-template <class Source>
+template <bool kStream, class Source>
 static void many_rows(const TileLinearArgs& a, int thread, int threads, const Source& source) {
   const long steps = a.k / kStepFeatures, panels = (a.n + kPanelColumns - 1) / kPanelColumns;
   long block = kRowBlockBytes / (a.k * 2) / kBlockRows * kBlockRows;
@@ -119,7 +126,7 @@ static void many_rows(const TileLinearArgs& a, int thread, int threads, const So
     const Range rows =
         share(a.rows / 16 + (a.rows % 16 != 0), static_cast<int>(task / panels), static_cast<int>(blocks));
     const long end = rows.end * 16 < a.rows ? rows.end * 16 : a.rows;
-    panel_rows(a, source(task % panels), task % panels, {rows.begin * 16, end}, steps);
+    panel_rows<kStream>(a, source(task % panels), task % panels, {rows.begin * 16, end}, steps);
   }
   _tile_release();
 }

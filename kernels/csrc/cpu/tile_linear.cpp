@@ -33,8 +33,8 @@ void tile_linear(const TileLinearArgs& a) {
     if (a.rows <= kBlockRows) {
       few_rows(a, share(panels, thread, threads));
     } else {
-      many_rows(a, thread, threads,
-                [&](long panel) { return static_cast<const bf16*>(a.weight) + panel * panel_size; });
+      many_rows<true>(a, thread, threads,
+                      [&](long panel) { return static_cast<const bf16*>(a.weight) + panel * panel_size; });
     }
   });
 }
