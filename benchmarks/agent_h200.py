@@ -53,6 +53,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-step-tokens", type=int, default=8192)
     parser.add_argument("--min-tps-per-user", type=float, default=70.0)
     parser.add_argument("--max-pause", type=float, default=0.0, help="seconds; see serve")
+    parser.add_argument("--pause-every", type=int, default=128, help="steps; see serve")
     # First what says most, should the time not suffice for all.
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32, 16, 4, 2])
     parser.add_argument("--first", type=int, default=50_000)
@@ -83,6 +84,7 @@ def main(words: list[str]) -> None:
         max_context=shape.first + options.turns * (shape.grow + shape.answer) + 64,
         min_tps_per_user=options.min_tps_per_user,
         max_pause=options.max_pause,
+        pause_every=options.pause_every,
     )
     cells = [Cell(users, options.min_tps_per_user) for users in options.concurrency]
     settings = {"config": asdict(config), "shape": asdict(shape)}

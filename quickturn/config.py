@@ -63,9 +63,11 @@ class EngineConfig:
     max_ttft: float = 0.0
     """Seconds to a first token that prompts are hurried for, as far as that promise allows. 0: none."""
     max_pause: float = 0.0
-    """Seconds that a step beside users who are being answered may take once in 128, where that brings prompts
-    on at least twice as fast as a piece in every step; the promise then holds on average. 0: never.
+    """Seconds that a step beside users who are being answered may take now and then, where prompts get on at
+    least twice as fast by it as by a piece in every step; the promise then holds on average. 0: never.
     """
+    pause_every: int = 128
+    """Now and then: once in so many of those steps."""
     overlap: bool | None = None
     """Plan step n+1 while step n runs. None: on where the device is asynchronous."""
     graphs: bool = True
@@ -93,7 +95,7 @@ class EngineConfig:
         """Refuse values that can't work, saying what to change."""
         if self.block_tokens < 1 or self.block_tokens & (self.block_tokens - 1):
             raise ValueError(f"block_tokens must be a power of two, got {self.block_tokens}")
-        for name in ("max_requests", "max_step_tokens", "ranks_per_gpu"):
+        for name in ("max_requests", "max_step_tokens", "pause_every", "ranks_per_gpu"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("min_tps_per_user", "max_ttft", "max_pause"):

@@ -99,25 +99,27 @@ void bind_config(nb::module_& m) {
       .def(
           "__init__",
           [](Policy* self, double min_tps_per_user, double max_gap_factor, double max_ttft, double max_pause,
-             double fairness, double share_wait, std::int32_t checkpoint_stride, std::int32_t checkpoint_tail,
-             double eviction_hold, double max_hold, double max_hold_share, double demote_below,
-             std::int32_t max_demotes_per_step) {
+             std::int32_t pause_every, double fairness, double share_wait, std::int32_t checkpoint_stride,
+             std::int32_t checkpoint_tail, double eviction_hold, double max_hold, double max_hold_share,
+             double demote_below, std::int32_t max_demotes_per_step) {
             new (self) Policy{
-                min_tps_per_user,    max_gap_factor,  max_ttft,      max_pause, fairness,       share_wait,
-                checkpoint_stride,   checkpoint_tail, eviction_hold, max_hold,  max_hold_share, demote_below,
-                max_demotes_per_step};
+                min_tps_per_user, max_gap_factor, max_ttft,          max_pause,           pause_every,
+                fairness,         share_wait,     checkpoint_stride, checkpoint_tail,     eviction_hold,
+                max_hold,         max_hold_share, demote_below,      max_demotes_per_step};
           },
           nb::kw_only(), "min_tps_per_user"_a = defaults.min_tps_per_user,
           "max_gap_factor"_a = defaults.max_gap_factor, "max_ttft"_a = defaults.max_ttft,
-          "max_pause"_a = defaults.max_pause, "fairness"_a = defaults.fairness,
-          "share_wait"_a = defaults.share_wait, "checkpoint_stride"_a = defaults.checkpoint_stride,
-          "checkpoint_tail"_a = defaults.checkpoint_tail, "eviction_hold"_a = defaults.eviction_hold,
-          "max_hold"_a = defaults.max_hold, "max_hold_share"_a = defaults.max_hold_share,
-          "demote_below"_a = defaults.demote_below, "max_demotes_per_step"_a = defaults.max_demotes_per_step)
+          "max_pause"_a = defaults.max_pause, "pause_every"_a = defaults.pause_every,
+          "fairness"_a = defaults.fairness, "share_wait"_a = defaults.share_wait,
+          "checkpoint_stride"_a = defaults.checkpoint_stride, "checkpoint_tail"_a = defaults.checkpoint_tail,
+          "eviction_hold"_a = defaults.eviction_hold, "max_hold"_a = defaults.max_hold,
+          "max_hold_share"_a = defaults.max_hold_share, "demote_below"_a = defaults.demote_below,
+          "max_demotes_per_step"_a = defaults.max_demotes_per_step)
       .def_rw("min_tps_per_user", &Policy::min_tps_per_user)
       .def_rw("max_gap_factor", &Policy::max_gap_factor)
       .def_rw("max_ttft", &Policy::max_ttft)
       .def_rw("max_pause", &Policy::max_pause)
+      .def_rw("pause_every", &Policy::pause_every)
       .def_rw("fairness", &Policy::fairness)
       .def_rw("share_wait", &Policy::share_wait)
       .def_rw("checkpoint_stride", &Policy::checkpoint_stride)

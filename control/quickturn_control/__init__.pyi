@@ -67,7 +67,7 @@ class Policy:
     - `max_gap_factor`: without `min_tps_per_user`, a step may take this many times what its decoding rows alone take.
     - `max_ttft`: a prefill that is about to miss it may use the whole `max_step_tokens`, unless `min_tps_per_user` forbids.
     - `max_pause`: where one long step brings prompts on at least twice as fast as pieces beside every step would, a step may take so
-      long, once in 128 steps (three may be saved up); what users lose is made up for before the next piece. 0: never.
+      long, once in `pause_every` steps (three may be saved up); what users lose is made up for before the next piece. 0: never.
     - `fairness`: a request with a short prefill passes those that arrived at most this long before it.
     - `share_wait`: longest wait for another request that computes the same prefix.
     - `checkpoint_stride`: tokens between state checkpoints inside a long prompt.
@@ -82,6 +82,7 @@ class Policy:
     max_gap_factor: float
     max_ttft: float
     max_pause: float
+    pause_every: int
     fairness: float
     share_wait: float
     checkpoint_stride: int
@@ -98,6 +99,7 @@ class Policy:
         max_gap_factor: float = 2.0,
         max_ttft: float = 0.0,
         max_pause: float = 0.0,
+        pause_every: int = 128,
         fairness: float = 5.0,
         share_wait: float = 10.0,
         checkpoint_stride: int = 16384,

@@ -53,6 +53,7 @@ void validate(const SchedulerConfig& config) {
   require(policy.max_hold_share >= 0 && policy.max_hold_share <= 1 && policy.demote_below >= 0 &&
               policy.demote_below <= 1,
           "shares of the policy must be between 0 and 1");
+  require(policy.pause_every >= 1 && policy.pause_every <= 1 << 20, "pause_every must be between 1 and 2^20");
   require(policy.checkpoint_stride >= 0 && policy.checkpoint_tail >= 0 && policy.max_demotes_per_step >= 0,
           "checkpoint_stride, checkpoint_tail and max_demotes_per_step must not be negative");
 }

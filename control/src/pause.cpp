@@ -2,8 +2,8 @@
 //
 // Small pieces of prompts can cost many times what their tokens cost in a large step: of a mixture of experts
 // each token reads others. Where that is so, one long step and many of decoding rows alone bring prompts on
-// faster than a piece in every step, and leave users more tokens a second. The promise holds on average, and
-// of a hundred gaps between a user's tokens one is longer.
+// faster than a piece in every step, and leave users more tokens a second. The promise then holds on average,
+// and but for one in `pause_every` of the gaps between a user's tokens.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,10 +14,8 @@ namespace quickturn::control {
 
 namespace {
 
-// A pause comes once in so many steps of decoding rows; so many may be saved up, since a prompt whose states
-// are kept on the way needs several steps.
-constexpr std::int32_t kPauseEvery = 128;
-constexpr std::int32_t kMostSaved = 3 * kPauseEvery;
+// So many pauses may be saved up, since a prompt whose states are kept on the way needs several steps.
+constexpr std::int32_t kMostSaved = 3;
 // What the steps until the next pause save pays for it, if a little is left over.
 constexpr double kPaidBack = 0.9;
 // Predictions are as exact as that.
@@ -57,7 +55,8 @@ Scheduler::Allowance Scheduler::with_pauses(Allowance piece) const {
   // A piece that is allowed on average only would be a pause for little.
   if (piece.tokens > 0 && time_with(piece.tokens, piece.one_prompt) > kJust * limit) piece = {};
 
-  const double longest = std::min(config_.policy.max_pause, limit + kPaidBack * kPauseEvery * spare);
+  const double longest =
+      std::min(config_.policy.max_pause, limit + kPaidBack * config_.policy.pause_every * spare);
   std::int32_t tokens = std::min(most, left_to_prefill(most));
   double pause = pause_with(tokens);
   while (tokens > piece.tokens && pause > longest) {
@@ -67,7 +66,7 @@ Scheduler::Allowance Scheduler::with_pauses(Allowance piece) const {
   if (tokens <= piece.tokens) return piece;
 
   const double steps_to_pay = std::ceil(pause_debt_ / spare);
-  const double wait = std::max<double>(steps_to_pay, kPauseEvery - pause_credit_);
+  const double wait = std::max<double>(steps_to_pay, config_.policy.pause_every - pause_credit_);
   const double pieces = piece.tokens > 0 ? std::ceil(static_cast<double>(tokens) / piece.tokens) *
                                                time_with(piece.tokens, piece.one_prompt)
                                          : std::numeric_limits<double>::infinity();
@@ -78,14 +77,15 @@ Scheduler::Allowance Scheduler::with_pauses(Allowance piece) const {
 
 void Scheduler::note_pause(const Allowance& allowed) {
   const StepLoad& load = building_->load;
+  const std::int32_t every = config_.policy.pause_every;
   if (load.decode_tokens == 0) {
-    pause_credit_ = std::max(pause_credit_, kPauseEvery);
+    pause_credit_ = std::max(pause_credit_, every);
     pause_debt_ = 0.0;
     return;
   }
   const bool pause = allowed.pause > 0.0 && load.prompt_tokens > 0;
   counters_.pauses += pause ? 1 : 0;
-  pause_credit_ = std::min(pause_credit_ + 1, kMostSaved) - (pause ? kPauseEvery : 0);
+  pause_credit_ = std::min(pause_credit_ + 1, kMostSaved * every) - (pause ? every : 0);
   if (!pause && pause_debt_ <= 0.0) return;
   StepLoad decodes = load;
   decodes.prompt_tokens = decodes.prompt_context = decodes.prompt_work = 0.0;

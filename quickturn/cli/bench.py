@@ -215,6 +215,7 @@ def throughput(
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
     max_pause: options.MaxPause = 0.0,
+    pause_every: options.PauseEvery = 128,
     max_step_tokens: Annotated[int, typer.Option(help="most tokens of a step")] = 8192,
     peer: Annotated[str, typer.Option(help="'transformers': the same from its continuous batching")] = "",
     output: Annotated[Path | None, typer.Option(help="file for the result as JSON")] = None,
@@ -247,6 +248,7 @@ def throughput(
         min_tps_per_user=min_tps_per_user,
         max_ttft=max_ttft,
         max_pause=max_pause,
+        pause_every=pause_every,
     )
     running = OfflineBench(config)
     running.prefill_once(8)

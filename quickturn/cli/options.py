@@ -90,9 +90,12 @@ MaxPause = Annotated[
     float,
     typer.Option(
         "--max-pause",
-        help="Seconds that one step in 128 may take where that brings prompts on much faster; 0: none.",
+        help="Seconds that a step may take now and then where that brings prompts on faster; 0: none.",
         min=0,
     ),
+]
+PauseEvery = Annotated[
+    int, typer.Option("--pause-every", help="Steps of which --max-pause allows one to be long.", min=1)
 ]
 Tp = Annotated[
     int,

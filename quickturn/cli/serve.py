@@ -42,6 +42,7 @@ def serve(
     min_tps_per_user: options.MinTps = 0.0,
     max_ttft: options.MaxTtft = 0.0,
     max_pause: options.MaxPause = 0.0,
+    pause_every: options.PauseEvery = 128,
     max_queue: Annotated[
         int | None,
         typer.Option(
@@ -94,6 +95,7 @@ def serve(
         min_tps_per_user=min_tps_per_user,
         max_ttft=max_ttft,
         max_pause=max_pause,
+        pause_every=pause_every,
         tp=tp,
         dp=dp,
         cp=cp,

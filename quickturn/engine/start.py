@@ -159,6 +159,7 @@ def scheduler_config(
             min_tps_per_user=config.min_tps_per_user,
             max_ttft=config.max_ttft,
             max_pause=config.max_pause,
+            pause_every=config.pause_every,
             checkpoint_tail=config.checkpoint_tail,
             checkpoint_stride=config.checkpoint_stride,
         ),

@@ -29,6 +29,7 @@ struct Policy {
   double max_gap_factor = 2.0;
   double max_ttft = 0.0;
   double max_pause = 0.0;
+  std::int32_t pause_every = 128;
   double fairness = 5.0;
   double share_wait = 10.0;
   std::int32_t checkpoint_stride = 16384;
