@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace quickturn::control {
 
@@ -28,11 +29,10 @@ constexpr std::int64_t kYoung = 4;
 constexpr std::int32_t kStale = 256;
 constexpr double kFarBelow = 0.7;
 constexpr double kFarAbove = 1.4;
-// How fast the spread of measurements around predictions is learned, the most that one says about it, and how
-// many times the spread one step in a hundred is off at most: tails are longer than a normal distribution's.
-constexpr double kSpreadRate = 0.05;
-constexpr double kMostLate = 0.25;
-constexpr double kOneInAHundred = 3.0;
+// So many of the last ones may be later than the margin: one in a hundred of all steps, when as many again
+// are late by more than any margin would hold. While fewer were seen than that, the margin is careful.
+constexpr std::size_t kMayBeLate = 0;
+constexpr std::size_t kFewSeen = 64;
 constexpr double kMostMargin = 1.3;
 
 }  // namespace
@@ -201,7 +201,7 @@ void StepModel::learn_mixed(const StepLoad& load, double seconds, double expecte
     own.cost.forget();
     own.far_off = 0;
   } else if (own.steps >= kYoung) {
-    own.note_spread(ratio);
+    own.late.note(ratio);
   }
   ++own.steps;
   own.unused = 0;
@@ -210,14 +210,14 @@ void StepModel::learn_mixed(const StepLoad& load, double seconds, double expecte
   own.cost.learn(load, std::max(0.0, seconds - decodes(load)), seconds);
 }
 
-void StepModel::Beside::note_spread(double ratio) {
-  // What took less than expected is no reason for caution.
-  const double late = std::clamp(ratio - 1.0, 0.0, kMostLate);
-  spread += kSpreadRate * (2.0 * late * late - spread);
-}
-
-double StepModel::margin(bool recorded) const {
-  return std::min(1.0 + kOneInAHundred * std::sqrt(beside(recorded).spread), kMostMargin);
+void Lateness::note(double ratio) {
+  // No piece of a prompt is small enough for what comes later than that.
+  if (ratio > kMostMargin) return;
+  ratios_[seen_++ % kLast] = static_cast<float>(ratio);
+  std::array<float, kLast> sorted = ratios_;
+  std::nth_element(sorted.begin(), sorted.begin() + kMayBeLate, sorted.end(), std::greater<>());
+  const double found = std::max(1.0, static_cast<double>(sorted[kMayBeLate]));
+  margin_ = seen_ < kFewSeen ? std::max(found, kCareful) : found;
 }
 
 }  // namespace quickturn::control

@@ -20,6 +20,18 @@ def noisy(clock: Clock, random: Random, spread: float, stalls: float) -> Clock:
     return seconds
 
 
+def tailed(clock: Clock, random: Random, spread: float, share: float, late: tuple[float, float]) -> Clock:
+    """Each step off by about `spread` of itself; `share` of them so many milliseconds late, since somebody
+    else had the processor.
+    """
+
+    def seconds(plan: qc.StepPlan) -> float:
+        more = 1e-3 * random.uniform(*late) if random.random() < share else 0.0
+        return clock(plan) * float(np.exp(random.gauss(0, spread))) + more
+
+    return seconds
+
+
 def small_cpu(plan: qc.StepPlan) -> float:
     """Two cores and a model of 135M: reading weights takes 14.5 ms whatever else is done, arithmetic comes in
     tiles of 32 tokens, and a prompt's attention reads its whole context for every 32 of its tokens.

@@ -72,6 +72,25 @@ class PromptCost {
   double most_ = 0;
 };
 
+// How late steps are: what they took as a multiple of what was predicted. Its tail is long and not that of
+// any simple distribution, so it is looked up among the last ones.
+class Lateness {
+ public:
+  void note(double ratio);
+  // Few steps are later than that; some that nobody could have held are left out.
+  double margin() const { return margin_; }
+
+ private:
+  static constexpr std::size_t kLast = 256;
+
+  std::array<float, kLast> ratios_{};
+  std::size_t seen_ = 0;
+  double margin_ = kCareful;
+
+  // While little was seen.
+  static constexpr double kCareful = 1.12;
+};
+
 class StepModel {
  public:
   // Seconds; 0 while nothing of its kind was measured.
@@ -81,8 +100,8 @@ class StepModel {
   bool knows_decodes() const { return decode_.largest() > 0; }
   // The most prompt tokens that were measured beside decoding rows, in recorded steps or in others.
   double most_beside(bool recorded) const { return beside(recorded).cost.most(); }
-  // Of a hundred such steps, one takes more than this times what was predicted.
-  double margin(bool recorded) const;
+  // Of a hundred such steps, no more than one should take longer than this times what was predicted.
+  double margin(bool recorded) const { return beside(recorded).late.margin(); }
   // Seconds that one more prompt token takes in a large step.
   double seconds_per_token() const;
 
@@ -99,11 +118,10 @@ class StepModel {
   // Steps with prompts beside decoding rows.
   struct Beside {
     PromptCost cost;
+    Lateness late;
     std::int64_t steps = 0;
     std::int32_t far_off = 0;  // in a row
     std::int32_t unused = 0;   // steps of the other kind, in a row
-    double spread = 0.0015;    // mean square of how far off predictions were
-    void note_spread(double ratio);
   };
   const Beside& beside(bool recorded) const { return beside_[recorded ? 1 : 0]; }
   double decodes(const StepLoad& load) const;
