@@ -22,13 +22,14 @@ from torch import Tensor
 
 import quickturn_kernels as kernels
 from quickturn_kernels import registry
-from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_few
+from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HIDDEN, INNER, EXPERTS, TOP = 2048, 512, 256, 8
 LAYERS = 4
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+COMPOSED = {"moe_block": "reference", "moe": "triton"}
+TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def measure(
         try:
             if name != "composed" and name not in registry.ops()["moe_block"].implementations:
                 continue
-            with kernels.use(moe_block="reference" if name == "composed" else name):
+            with kernels.use(**COMPOSED if name == "composed" else {"moe_block": name}):
                 error = off(
                     kernels.moe_block(x, layers[0].router, layers[0].experts, shared=layers[0].shared),
                     want_block,
@@ -142,7 +143,7 @@ def measure(
             found[f"block {name}"] = {"us": us, "of_roof": least / us, "error": error}
         except (ValueError, RuntimeError, LookupError) as problem:
             found[f"block {name}"] = str(problem)[:200]
-    if tokens <= hopper_few.MAX_TOKENS:
+    if tokens <= kernels.residual_moe_rows(layers[0].router, layers[0].experts, layers[0].shared):
         found |= measure_stream(x, layers, least)
     return found
 
@@ -163,7 +164,7 @@ def measure_stream(x: Tensor, layers: list[Layer], least: float) -> dict[str, ob
             residual, branch, norm, 1e-6, layer.router, layer.experts, shared=layer.shared
         )
 
-    with kernels.use(moe_block="reference"):
+    with kernels.use(**COMPOSED):
         composed = graph_time([partial(apart, layer) for layer in layers])
     return {
         "stream composed": {"us": composed, "of_roof": least / composed},

@@ -28,6 +28,8 @@ from quickturn_kernels import registry, triton_common
 from quickturn_kernels.ops.fp8_linear.triton import quantize_groups, quantize_whole_rows
 from quickturn_kernels.ops.linear import PLAIN, prepare_fp8_linear
 from quickturn_kernels.ops.linear.fp8 import FP8_BLOCK
+from quickturn_kernels.ops.moe import triton as triton_moe
+from quickturn_kernels.ops.moe.triton_tiles import empty_tiles
 from quickturn_kernels.ops.moe.weights import ExpertWeights
 from quickturn_kernels.platform import ANY
 
@@ -89,6 +91,7 @@ def report(name: str, compiled: Any) -> None:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "cp_async": ptx.count("cp.async.c"),
+        "before_wait": before_wait(ptx),
         "global_loads": dict(sorted(count(re.findall(r"ld\.global[.\w:]*", ptx)).items())),
     }
     print(json.dumps(found), flush=True)
@@ -96,6 +99,12 @@ def report(name: str, compiled: Any) -> None:
         for kind in ("ptx", "ttgir"):
             with open(f"{directory}/{name}-{re.sub(r'[^A-Za-z0-9]+', '-', label)}.{kind}", "w") as file:
                 file.write(compiled.asm[kind])
+
+
+def before_wait(ptx: str) -> list[str] | None:
+    """What touches memory before the launches ahead have finished; None if they aren't waited for."""
+    ahead, waits, _ = ptx.partition("griddepcontrol.wait")
+    return sorted(set(re.findall(r"(?:ld\.global|st\.global|cp\.async)[.\w:]*", ahead))) if waits else None
 
 
 def count(words: Sequence[str]) -> dict[str, int]:
@@ -243,6 +252,23 @@ def mixture(dtype: torch.dtype) -> None:
         kernels.moe(torch.empty(tokens, 2048, dtype=dtype), experts, weights, chosen)
 
 
+def mixture_among_launches(stored: torch.dtype) -> None:
+    """The same experts' products with early launch, in bfloat16 with the shared expert among them."""
+    global label
+    label = f"{str(stored)[6:]} early"
+    gate_up = torch.empty(1, 1024, 2048).to(stored).expand(256, -1, -1)
+    down = torch.empty(1, 2048, 512).to(stored).expand(256, -1, -1)
+    fp8 = stored == torch.float8_e4m3fn
+    scales = (torch.empty(256, 8, 16), torch.empty(256, 16, 4)) if fp8 else (None, None)
+    experts = ExpertWeights(FP8_BLOCK if fp8 else PLAIN, "silu", gate_up, down, None, None, *scales)
+    shared = (None, None) if fp8 else (torch.empty(1024, 2048, dtype=stored), down[0])
+    x = torch.empty(8, 2048, dtype=torch.bfloat16)
+    shape = triton_moe.shape_for(64, experts, x.dtype)
+    tiles = empty_tiles(72, 257, shape.rows, x.device)
+    inner = triton_moe.gate_up(x, experts, tiles, 9, shape, shared[0], early=True)
+    triton_moe.down(inner, experts, tiles, shape, shared[1], early=True)
+
+
 def linear_attention(dtype: torch.dtype, state_dtype: torch.dtype) -> None:
     """A gated delta net of 16 k heads and 32 v heads: prompts with boundaries, and one token a row."""
     global label
@@ -350,6 +376,10 @@ PLANS: dict[str, tuple[Callable[[], None], ...]] = {
         lambda: mixture(torch.bfloat16),
         lambda: mixture(torch.float32),
         lambda: mixture(torch.float8_e4m3fn),
+    ),
+    "early": (
+        lambda: mixture_among_launches(torch.bfloat16),
+        lambda: mixture_among_launches(torch.float8_e4m3fn),
     ),
     "linear_attention": (
         lambda: linear_attention(torch.bfloat16, torch.float32),

@@ -88,3 +88,16 @@ def test_kernels_fit_a_hopper(plan: str, kernels: set[str]) -> None:
             assert one["cp_async"] > 0, one
         if one["kernel"] in ("prepare_kernel", "scan_kernel") and plan == "linear_attention":
             assert one["wgmma"] > 0, one
+
+
+def test_products_that_start_early_read_nothing_unfinished() -> None:
+    """Of gate and up everything comes from the launch ahead; the tiles that down reads are older."""
+    found = compiled("early")
+    assert [(one["kernel"], one["before_wait"]) for one in found] == 2 * [
+        ("gate_up_kernel", []),
+        ("down_kernel", ["ld.global.cg.b32"]),
+    ]
+    for one in found:
+        assert one["shared"] <= SHARED_LIMIT, one
+        assert one["stack_pointer_misused"] == 0, one
+        assert one["cp_async"] > 0, one

@@ -143,11 +143,15 @@ def residual_moe_block(
     positions: Tensor | None,
 ) -> None:
     """As `moe_block`, as the ops that it's made of."""
-    if branch is None:
-        x = rms_norm(residual, norm_weight, eps)
-    else:
-        x = add_rms_norm(branch, residual, norm_weight, eps)
+    x = normed_stream(residual, branch, norm_weight, eps)
     residual.add_(as_one_layer(x, router, experts, shared=shared, positions=positions))
+
+
+def normed_stream(residual: Tensor, branch: Tensor | None, norm_weight: Tensor, eps: float) -> Tensor:
+    """`residual += branch` in place, if there is one, and the norm of that, a new [T, H]."""
+    if branch is None:
+        return rms_norm(residual, norm_weight, eps)
+    return add_rms_norm(branch, residual, norm_weight, eps)
 
 
 @register("residual_moe_rows", name="reference", priority=Priority.REFERENCE)

@@ -81,16 +81,31 @@ def moe(
         return torch.empty_like(x)
     shape = shape_for(chosen.numel(), experts, x.dtype)
     tiles = make_tiles(chosen, experts.count, shape.rows)
-    results = _down(_gate_up(x, experts, tiles, chosen.shape[1], shape), experts, tiles, shape)
+    results = down(gate_up(x, experts, tiles, chosen.shape[1], shape), experts, tiles, shape)
     return combine(x, results, weights, chosen, experts.count, shared)
 
 
-def _gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top: int, shape: Shape) -> Tensor:
+def gate_up(
+    x: Tensor,
+    experts: ExpertWeights,
+    tiles: Tiles,
+    slots: int,
+    shape: Shape,
+    shared: Tensor | None = None,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """[T * slots, I]: each pair's gate and up, activated; pair number token * slots + j is row token of x.
+
+    shared: [2I, H], the weight of expert number E. early: it may start before the launches ahead have
+    finished, and the next one before it has, but not before those ahead have.
+    """
     features, columns = experts.intermediate, experts.hidden
-    inner = torch.empty((x.shape[0] * top, features), dtype=x.dtype, device=x.device)
+    inner = torch.empty((x.shape[0] * slots, features), dtype=x.dtype, device=x.device)
     gate_up_kernel[(tiles.most * triton.cdiv(features, shape.gate_up),)](
         x,
         experts.gate_up,
+        shared,
         experts.gate_up_scale,
         experts.gate_up_bias,
         inner,
@@ -100,10 +115,13 @@ def _gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top: int, shape: S
         x.stride(0),
         columns,
         features,
-        TOP=top,
+        experts.count,
+        TOP=slots,
         GPT_OSS=experts.activation == "gpt_oss",
         SCALED=experts.gate_up_scale is not None,
         HAS_BIAS=experts.gate_up_bias is not None,
+        HAS_SHARED=shared is not None,
+        EARLY=early,
         EVEN=columns % shape.step == 0,
         ROWS=shape.rows,
         BLOCK_N=shape.gate_up,
@@ -111,16 +129,30 @@ def _gate_up(x: Tensor, experts: ExpertWeights, tiles: Tiles, top: int, shape: S
         UPCAST=INTERPRETED,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **_launched(early),
     )
     return inner
 
 
-def _down(inner: Tensor, experts: ExpertWeights, tiles: Tiles, shape: Shape) -> Tensor:
+def down(
+    inner: Tensor,
+    experts: ExpertWeights,
+    tiles: Tiles,
+    shape: Shape,
+    shared: Tensor | None = None,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """[T * slots, H]: each pair's result.
+
+    shared: [H, I], the weight of expert number E. early: as for `gate_up`, which must be the launch ahead.
+    """
     features, columns = experts.hidden, experts.intermediate
     results = torch.empty((inner.shape[0], features), dtype=inner.dtype, device=inner.device)
     down_kernel[(tiles.most * triton.cdiv(features, shape.down),)](
         inner,
         experts.down,
+        shared,
         experts.down_scale,
         experts.down_bias,
         results,
@@ -129,8 +161,11 @@ def _down(inner: Tensor, experts: ExpertWeights, tiles: Tiles, shape: Shape) -> 
         tiles.used,
         columns,
         features,
+        experts.count,
         SCALED=experts.down_scale is not None,
         HAS_BIAS=experts.down_bias is not None,
+        HAS_SHARED=shared is not None,
+        EARLY=early,
         EVEN=columns % shape.step == 0,
         ROWS=shape.rows,
         BLOCK_N=shape.down,
@@ -138,8 +173,14 @@ def _down(inner: Tensor, experts: ExpertWeights, tiles: Tiles, shape: Shape) -> 
         UPCAST=INTERPRETED,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **_launched(early),
     )
     return results
+
+
+def _launched(early: bool) -> dict[str, bool]:
+    """Triton's launch option, which its interpreter doesn't know."""
+    return {"launch_pdl": True} if early else {}
 
 
 def combine(

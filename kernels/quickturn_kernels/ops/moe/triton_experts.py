@@ -16,9 +16,24 @@ def product(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def wait_and_let_start():
+    """Wait until the launches ahead have finished; then the next one may start."""
+    # One piece of assembly, so that nothing gets in between.
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def gate_up_kernel(
     x,
     weight,
+    shared,
     weight_scale,
     bias,
     out,
@@ -28,17 +43,24 @@ def gate_up_kernel(
     x_stride,
     columns,
     features,
+    experts,
     TOP: tl.constexpr,
     GPT_OSS: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """out[pair] = act(gate_up of the pair's expert @ x[pair // TOP])."""
+    """out[pair] = act(gate_up of the pair's expert @ x[pair // TOP]). The weight of expert number `experts`
+    is `shared`.
+    """
+    if EARLY:
+        wait_and_let_start()
     steps_n = tl.cdiv(features, BLOCK_N)
     tile = tl.program_id(0) // steps_n
     if tile >= tl.load(used):
@@ -51,7 +73,10 @@ def gate_up_kernel(
     inside = feature < features
     column = tl.arange(0, BLOCK_K)
     a_at = x + (pair // TOP).to(tl.int64)[:, None] * x_stride + column[None, :]
-    gate_at = weight + (expert * 2 * features + feature)[None, :] * columns + column[:, None]
+    matrix = weight + expert * 2 * features * columns
+    if HAS_SHARED:
+        matrix = tl.where(expert == experts, shared, matrix)
+    gate_at = matrix + feature[None, :] * columns + column[:, None]
     up_at = gate_at + features.to(tl.int64) * columns
     gate = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
@@ -96,6 +121,7 @@ def gate_up_kernel(
 def down_kernel(
     inner,
     weight,
+    shared,
     weight_scale,
     bias,
     out,
@@ -104,28 +130,39 @@ def down_kernel(
     used,
     columns,
     features,
+    experts,
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """out[pair] = down of the pair's expert @ inner[pair]."""
+    """out[pair] = down of the pair's expert @ inner[pair]. The weight of expert number `experts` is `shared`.
+    With EARLY the tiles were ready before the launch ahead let this one start.
+    """
     steps_n = tl.cdiv(features, BLOCK_N)
     tile = tl.program_id(0) // steps_n
-    if tile >= tl.load(used):
+    # Not from the first cache, which may have what lay there before.
+    if tile >= tl.load(used, cache_modifier=".cg"):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
+    expert = tl.load(tile_experts + tile, cache_modifier=".cg").to(tl.int64)
     start_n = tl.program_id(0) % steps_n * BLOCK_N
-    pair = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS))
+    pair = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS), cache_modifier=".cg")
     real = pair >= 0
     feature = start_n + tl.arange(0, BLOCK_N)
     inside = feature < features
     column = tl.arange(0, BLOCK_K)
     a_at = inner + pair.to(tl.int64)[:, None] * columns + column[None, :]
-    b_at = weight + (expert * features + feature)[None, :] * columns + column[:, None]
+    matrix = weight + expert * features * columns
+    if HAS_SHARED:
+        matrix = tl.where(expert == experts, shared, matrix)
+    b_at = matrix + feature[None, :] * columns + column[:, None]
+    if EARLY:
+        wait_and_let_start()
     sums = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
     blocks_k = tl.cdiv(columns, 128)
     scale_at = weight_scale
