@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -67,6 +68,10 @@ class InProcess:
     """An engine in this process."""
 
     def __init__(self, model: str, options: list[str], promise: float) -> None:
+        from quickturn.openmp import set_short_spins
+
+        # As a server's engine has it: before torch is there.
+        set_short_spins(os.environ)
         from quickturn.config import EngineConfig
         from quickturn.engine.core import EngineCore
 
