@@ -67,8 +67,9 @@ class Beside:
     def __str__(self) -> str:
         return (
             f"reader: steady {self.steady_gap_ms} ms (p99 {self.steady_p99} x), beside p99"
-            f" {self.gap_p99_ms} ms (median {self.gap_median_ms}, most {self.gap_max_ms}), bound {self.bound_ms} ms:"
-            f" {'held' if self.held else 'broken'}, {self.share_over_bound:.1%} of gaps over it; newcomer:"
+            f" {self.gap_p99_ms} ms (median {self.gap_median_ms}, most {self.gap_max_ms}), bound"
+            f" {self.bound_ms} ms: {'held' if self.held else 'broken'}, {self.share_over_bound:.1%} of gaps"
+            " over it; newcomer:"
             f" {self.newcomer_beside_s} s, {self.newcomer_ratio} x alone"
             f"{'' if self.finished else ' and not there yet'}; {self.steps or ''}"
         )
