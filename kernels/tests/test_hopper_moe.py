@@ -11,13 +11,19 @@ from quickturn_kernels import cuda_build, numerics, platform
 from quickturn_kernels.ops.fp8_linear.hopper_launch import HOPPER_BLOCK, ORDER
 from quickturn_kernels.ops.linear.fp8 import dequantize
 from quickturn_kernels.ops.moe import ExpertWeights, SharedExpert, hopper_grouped, hopper_route, triton_tiles
-from quickturn_kernels.ops.moe.hopper_few import Stream, launch, takes, takes_norm, takes_rows
+from quickturn_kernels.ops.moe.hopper_few import Plan, Stream, launch, takes, takes_norm, takes_rows
 
 HOPPER = platform.current().capability == (9, 0) and cuda_build.available((9, 0))
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU and its compiler")
 BF16 = torch.bfloat16
 
-SHAPES = [(2048, 512, 256, 8, 512), (2048, 768, 128, 8, 0), (4096, 1536, 16, 4, 2048), (192, 64, 5, 3, 128)]
+SHAPES = [
+    (2048, 512, 256, 8, 512),
+    (2048, 768, 128, 8, 0),
+    (4096, 1536, 16, 4, 2048),
+    (192, 64, 5, 3, 128),
+    (1040, 2560, 6, 2, 48),
+]
 """(hidden, inner, experts, top, inner of the shared expert)"""
 
 TOKENS = (1, 2, 3, 33)
@@ -27,6 +33,7 @@ TOKENS = (1, 2, 3, 33)
 @pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
 def test_compiles_without_a_gpu() -> None:
     assert cuda_build.library((9, 0)).quickturn_moe_few is not None
+    assert cuda_build.library((9, 0)).quickturn_moe_few_fp8 is not None
     assert cuda_build.library((9, 0)).quickturn_moe_grouped is not None
 
 
@@ -129,6 +136,49 @@ def test_block_against_the_reference(shape: tuple[int, int, int, int, int], toke
         got = kernels.moe_block(x, router, experts, shared=shared)
         assert torch.equal(got, kernels.moe_block(x, router, experts, shared=shared))
     assert _off(got, want) < 1.2e-2
+
+
+@needs_hopper
+@pytest.mark.parametrize("tokens", [3, 4, 7, 8])
+@pytest.mark.parametrize("shape", SHAPES[::2])
+def test_more_tokens_than_the_op_gives(shape: tuple[int, int, int, int, int], tokens: int, seed: int) -> None:
+    torch.manual_seed(seed + tokens)
+    router, experts, shared = _layer(shape)
+    x = torch.randn(tokens, shape[0], device="cuda").to(BF16)
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
+        want = kernels.moe_block(x, router, experts, shared=shared)
+    got = launch(x, router, experts, shared, None)
+    assert _off(got, want) < 1.2e-2
+    for token in (0, tokens - 1):
+        assert torch.equal(launch(x[token : token + 1], router, experts, shared, None)[0], got[token])
+
+
+@needs_hopper
+@pytest.mark.parametrize("plan", [(1, 1, 1, 1, 0), (12, 1, 12, 1, 1), (3, 8, 5, 8, 0), (8, 8, 12, 8, 1)])
+def test_plans_change_no_bits(plan: tuple[int, int, int, int, int], seed: int) -> None:
+    torch.manual_seed(seed)
+    router, experts, shared = _layer(SHAPES[0])
+    x = torch.randn(2, 2048, device="cuda").to(BF16)
+    want = launch(x, router, experts, shared, None)
+    for _ in range(20):
+        assert torch.equal(launch(x, router, experts, shared, None, plan=Plan(*plan)), want)
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("experts", "equal"),
+    [(64, (10, 11)), (256, (16, 17, 18, 20, 23)), (300, (30, 31, 37, 39)), (512, tuple(range(32, 48)))],
+)
+def test_of_equal_logits_each_is_chosen_once(experts: int, equal: tuple[int, ...], seed: int) -> None:
+    torch.manual_seed(seed)
+    router, made, _ = _layer((64, 64, experts, 8, 0))
+    x = torch.randn(1, 64, device="cuda").to(BF16)
+    # All of these are ahead of the others, and the first of them are taken.
+    router.weight.tensors[0][list(equal)] = x[0] * 0.5
+    with kernels.use(moe_block="reference", route="reference", moe="reference", linear="cublas"):
+        want = kernels.moe_block(x, router, made)
+    with kernels.use(moe_block="hopper"):
+        assert _off(kernels.moe_block(x, router, made), want) < 1.2e-2
 
 
 @needs_hopper

@@ -1,424 +1,395 @@
-// A mixture of experts over one or two tokens of a decode step, at the speed of memory, in three
+// A mixture of bfloat16 experts over a few tokens of a decode step, at the speed of memory, in three
 // dependent launches:
 //
-//   1. the norm ahead of the layer (each block for itself), the router's logits, the shared expert's first
-//   half
+//   1. moe_few_route.cuh
 //   2. the choice (each block for itself), gate and up of the chosen experts
 //   3. the choice again, down, the weighted sum and the residual additions
 //
-// A warp multiplies one or two rows of a weight with all tokens that want them, so that a weight is read
-// once, however many tokens share it. The choice costs each block less than waiting for another one to
-// publish it would; launch 3 makes it, and requests its first weights, while launch 2 still runs.
+// The second and the third go through shared memory: a warp has a ring of its own, which the copy engine
+// fills with whole rows of weights, and multiplies them with all tokens that want them, so that a weight is
+// read once. The rings are filled as soon as the choice is known. The choice costs each block less than
+// waiting for another one to publish it would; the third launch makes it, and fills its rings, while the
+// second still runs.
 #include <cuda_runtime.h>
 
 #include "hopper.cuh"
 #include "moe_activation.cuh"
 #include "moe_few.cuh"
+#include "moe_few_route.cuh"
 #include "moe_route.cuh"
-#include "norm.cuh"
 
 namespace quickturn {
 namespace {
 
-constexpr int kWarps = 8;  // of a block of the first two launches
-constexpr int kDownWarps = 16;
-constexpr int kPrefetched = 4096;  // bytes of a weight that one request brings to L2
+constexpr int kMostWarps = 12;      // of a block with rings
+constexpr int kMostStages = 8;      // of one warp's ring
+constexpr int kMemory = 219 << 10;  // of a block, beside what the kernels declare
+constexpr int kLongRow = 2048;      // columns of down
 
-// ---- 1: norm, router, shared gate and up
-
-__device__ __forceinline__ uint4 scaled(const FewArguments& args, const uint4& packed, int v, float scale) {
-  float value[8];
-  unpack(packed, value);
-  if (args.wide) {
-    Factors<true> factors;
-    factors.load(args.norm, v);
-    factors.apply(value, scale);
-  } else {
-    Factors<false> factors;
-    factors.load(args.norm, v);
-    factors.apply(value, scale);
-  }
-  return pack(value);
+// Neighbouring bytes to shared memory; addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
-// The tokens' rows to shared memory, with a norm as residual + x, rounded and normed. The first block keeps a
-// copy for the second launch. A row's squares are always summed in eight groups of vectors, so that a token
-// has the same bits in any company.
-template <int kTokens>
-__device__ __forceinline__ void read_rows(const FewArguments& args, uint4* rows, float* partial) {
-  constexpr int kEach = kWarps / kTokens;  // warps of a token, each of which has kTokens groups
-  constexpr int kStep = 32 * kWarps;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int token = warp / kEach, part = warp % kEach, vectors = args.hidden / 8;
-  const bool real = token < args.tokens;
-  uint4* row = rows + token * vectors;
-  const uint4* x = reinterpret_cast<const uint4*>(args.x + token * args.x_pitch);
-  const uint4* residual = reinterpret_cast<const uint4*>(args.residual + token * args.residual_pitch);
-  float squares[kTokens] = {};
-  for (int base = part * 32 + lane; base < vectors; base += kStep) {
-    // All groups' vectors on their way before the first is looked at.
-    uint4 stream[kTokens], branch[kTokens];
-#pragma unroll
-    for (int group = 0; group < kTokens; ++group) {
-      const int v = base + group * kEach * 32;
-      stream[group] = branch[group] = make_uint4(0, 0, 0, 0);
-      if (real && v < vectors) {
-        if (args.residual != nullptr) stream[group] = residual[v];
-        if (args.x != nullptr) branch[group] = x[v];
-      }
-    }
-#pragma unroll
-    for (int group = 0; group < kTokens; ++group) {
-      const int v = base + group * kEach * 32;
-      float value[8], added[8];
-      unpack(stream[group], value);
-      unpack(branch[group], added);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) value[i] += added[i];
-      const uint4 packed = pack(value);
-      unpack(packed, value);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares[group] += value[i] * value[i];
-      if (v < vectors) row[v] = packed;
-    }
-  }
-#pragma unroll
-  for (int group = 0; group < kTokens; ++group) {
-    const float sum = warp_sum(squares[group]);
-    if (lane == 0) partial[token * kWarps + part + group * kEach] = sum;
-  }
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) total += partial[token * kWarps + i];
-  const float scale = rsqrtf(total / static_cast<float>(args.hidden) + args.eps);
-  uint4* copy = blockIdx.x == 0 && real ? reinterpret_cast<uint4*>(args.normed) + token * vectors : nullptr;
-#pragma unroll
-  for (int group = 0; group < kTokens; ++group) {
-    for (int v = (part + group * kEach) * 32 + lane; v < vectors; v += kStep) {
-      if (args.norm != nullptr) row[v] = scaled(args, row[v], v, scale);
-      if (copy != nullptr) copy[v] = row[v];
-    }
-  }
-  __syncthreads();
-}
+// Rows of weights on their way to one warp: as many stages as fit, each filled by copies that its own barrier
+// counts. No other warp is waited for.
+struct Ring {
+  unsigned char* memory;
+  uint32_t barriers;
+  int stages, bytes;
+  int stage = 0;
+  uint32_t parity = 0;
 
-// A warp has one row of the router, or a row of the shared expert's gate and one of its up, or the row that
-// weighs the shared expert. `Weight` is that of the experts; the router and the last row are bfloat16.
-template <typename Weight, int kTokens>
-__global__ void __launch_bounds__(32 * kWarps) few_route(const __grid_constant__ FewArguments args) {
-  extern __shared__ uint4 rows[];
-  __shared__ float partial[kTokens * kWarps];
-  const int task = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int experts = args.rules.experts, feature = task - experts;
-  const bool weighing = feature == args.shared_inner && args.shared_gate != nullptr;
-  const bool plain = task < experts || weighing;
-  const bool shared = feature >= 0 && feature < args.shared_inner;
-  using Plain = Rows<PlainWeight, 1>;
-  using Pair = Rows<Weight, 2>;
-  Plain one;
-  Pair two;
-  // What doesn't depend on the kernels ahead is requested before they are waited for.
-  if (plain) {
-    one.row[0] = PlainWeight::at(task < experts ? args.router : args.shared_gate, task < experts ? task : 0,
-                                 args.hidden);
-    one.load(0, lane, args.hidden);
-  } else if (shared) {
-    two.row[0] = Weight::at(args.shared_gate_up, feature, args.hidden, args.shared_gate_up_scale,
-                            args.shared_gate_up_pitch);
-    two.row[1] = Weight::at(args.shared_gate_up, feature + args.shared_inner, args.hidden,
-                            args.shared_gate_up_scale, args.shared_gate_up_pitch);
-    two.load(0, lane, args.hidden);
+  __device__ __forceinline__ Ring(unsigned char* memory, uint64_t* barriers, int stages, int bytes)
+      : memory(memory), barriers(shared_address(barriers)), stages(stages), bytes(bytes) {
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < stages; ++i) barrier_init(this->barriers + 8 * i, 1);
+      barrier_init_fence();
+    }
+    __syncwarp();
   }
-  let_dependents_start();
-  wait_for_predecessors();
-  read_rows<kTokens>(args, rows, partial);
-  const int vectors = args.hidden / 8;
-  if (plain) {
-    float sum[kTokens] = {};
-    for (int at = 0; at < args.hidden; at += Plain::kColumns) {
-      if (at > 0) one.load(at, lane, args.hidden);
+
+  // By one lane: kCount pieces of so many bytes, `apart` elements from one to the next, to a stage.
+  template <int kCount>
+  __device__ __forceinline__ void request(int to, const bf16* from, int piece_bytes, long long apart) const {
+    barrier_expect(barriers + 8 * to, kCount * piece_bytes);
+    const uint32_t at = shared_address(memory + to * bytes);
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        float found[1] = {};
-        one.add(found, rows + t * vectors, at, lane, args.hidden, false);
-        sum[t] += found[0];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const float total = warp_sum(sum[t]);
-      if (lane != 0 || t >= args.tokens) continue;
-      if (task < experts)
-        args.logits[t * experts + task] =
-            total + (args.router_bias != nullptr ? widen(args.router_bias[task]) : 0.f);
-      else
-        args.gates[t] = 1.f / (1.f + __expf(-rounded(total)));
-    }
-  } else if (shared) {
-    float gate[kTokens] = {}, up[kTokens] = {};
-    for (int at = 0; at < args.hidden; at += Pair::kColumns) {
-      if (at > 0) two.load(at, lane, args.hidden);
-#pragma unroll
-      for (int t = 0; t < kTokens; ++t) {
-        float found[2] = {};
-        two.add(found, rows + t * vectors, at, lane, args.hidden, args.shared_permuted);
-        gate[t] += found[0];
-        up[t] += found[1];
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) {
-      const float g = warp_sum(gate[t]), u = warp_sum(up[t]);
-      if (lane == 0 && t < args.tokens)
-        args.between[(t * (args.rules.top + 1) + args.rules.top) * args.pitch + feature] =
-            static_cast<bf16>(narrow2(activated(g, u, 0), 0.f));
+    for (int i = 0; i < kCount; ++i)
+      load_bytes(at + i * piece_bytes, from + i * apart, piece_bytes, barriers + 8 * to, kEvictFirst);
+  }
+
+  // What lies in the oldest stage, once it is there.
+  __device__ __forceinline__ const unsigned char* wait() const {
+    barrier_wait(barriers + 8 * stage, parity);
+    return memory + stage * bytes;
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
     }
   }
+};
+
+// sum[r] += row r . x of a lane's columns. memory: kRows rows, one behind the other; kColumns at a time.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void multiply(float (&sum)[kRows], const unsigned char* memory, const uint4* x,
+                                         int lane, int columns) {
+  constexpr int kHeld = kColumns / 256;
+  const uint4* w = reinterpret_cast<const uint4*>(memory);
+  const int vectors = columns / 8;
+  auto add = [&](int at) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sum[r] += PlainWeight::dot(w[r * vectors + at], x + at, false);
+  };
+  int first = lane;
+  for (; first - lane + 32 * kHeld <= vectors; first += 32 * kHeld) {
+    // All of it on its way before the first is looked at.
+#pragma unroll
+    for (int v = 0; v < kHeld; ++v) add(first + v * 32);
+  }
+  for (; first < vectors; first += 32) add(first);
 }
 
 // ---- 2: gate and up of the chosen experts
 
-template <typename Weight, bool kOnce>
-__global__ void __launch_bounds__(32 * kWarps, 2) few_gate_up(const __grid_constant__ FewArguments args) {
+__global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_constant__ FewArguments args) {
   extern __shared__ uint4 rows[];
+  __shared__ alignas(8) uint64_t barriers[kMostWarps * kMostStages + 1];
   __shared__ FewChoice choice;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int row_bytes = args.hidden * 2, rows_bytes = args.tokens * args.hidden * 2;
+  const int stages = args.plan.gate_stages, slots = args.rules.top + 1, vectors = args.hidden / 8;
+  Ring ring(reinterpret_cast<unsigned char*>(rows) + rows_bytes + warp * stages * 2 * row_bytes,
+            barriers + warp * stages, stages, 2 * row_bytes);
+  const uint32_t rows_there = shared_address(barriers + warps * stages);
+  if (threadIdx.x == 0) {
+    barrier_init(rows_there, 1);
+    barrier_init_fence();
+  }
+  choice.clear();
+  __syncthreads();
   wait_for_predecessors();
   // Not before: who starts behind this may count on the first launch having finished.
-  let_dependents_start();
-  const int vectors = args.hidden / 8, lane = threadIdx.x % 32;
-  choice.choose(args);
-  // Meanwhile the warps that don't choose fetch the rows.
-  const int choosing = args.tokens * 32;
-  if (threadIdx.x >= choosing) {
-    for (int i = threadIdx.x - choosing; i < args.tokens * vectors; i += 32 * kWarps - choosing)
-      rows[i] = __ldcg(reinterpret_cast<const uint4*>(args.normed) + i);
+  if (!args.plan.late) let_dependents_start();
+  if (threadIdx.x == blockDim.x - 1) {
+    barrier_expect(rows_there, rows_bytes);
+    load_bytes(shared_address(rows), args.normed, rows_bytes, rows_there, kEvictLast);
   }
-  choice.list(args);
+  choice.choose<false>(args);
 
-  const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
-  const int warps = gridDim.x * kWarps, slots = args.rules.top + 1;
-  using Pair = Rows<Weight, 2>;
-  for (int task = warp; task < choice.active * args.inner; task += warps) {
-    const int member = task / args.inner, feature = task - member * args.inner;
-    const int expert = choice.member[member];
-    Pair two;
-    const long long first = 2ll * expert * args.inner + feature;
-    two.row[0] = Weight::at(args.gate_up, first, args.hidden, args.gate_up_scale, args.gate_up_pitch);
-    two.row[1] =
-        Weight::at(args.gate_up, first + args.inner, args.hidden, args.gate_up_scale, args.gate_up_pitch);
-    if (kOnce) two.load(0, lane, args.hidden);
-    // The memory is to be busy while this warp multiplies.
-    const int next = task + warps;
-    if (lane < 2 && next < choice.active * args.inner) {
-      const int behind = next / args.inner;
-      const long long row = 2ll * choice.member[behind] * args.inner + next - behind * args.inner;
-      prefetch_to_l2(
-          static_cast<const char*>(args.gate_up) + (row + lane * args.inner) * args.hidden * Weight::kBytes,
-          args.hidden * Weight::kBytes);
+  const int total = choice.active * args.inner, step = gridDim.x * warps;
+  const int begin = blockIdx.x + gridDim.x * warp;
+  const int step_members = step / args.inner, step_features = step - step_members * args.inner;
+  // A pair of rows: a member's, for one feature.
+  struct Task {
+    int number, member, feature;
+  };
+  auto advance = [&](Task& task) {
+    task.number += step;
+    task.member += step_members;
+    task.feature += step_features;
+    if (task.feature >= args.inner) {
+      task.feature -= args.inner;
+      ++task.member;
     }
-    for (int takers = choice.takers[member]; takers != 0; takers &= takers - 1) {
+  };
+  auto first_row = [&](const Task& task) {
+    return 2ll * choice.member[task.member] * args.inner + task.feature;
+  };
+  Task task{begin, begin / args.inner, begin % args.inner}, next = task;
+  bool told = !args.plan.late || warp > 0;
+  auto request = [&](int stage) {
+    if (next.number < total) {
+      if (lane == 0)
+        ring.request<2>(stage, static_cast<const bf16*>(args.gate_up) + first_row(next) * args.hidden,
+                        row_bytes, static_cast<long long>(args.inner) * args.hidden);
+      advance(next);
+    }
+    if (!told && next.number >= total) {
+      let_dependents_start();
+      told = true;
+    }
+  };
+  for (int stage = 0; stage < stages; ++stage) request(stage);
+  barrier_wait(rows_there, 0);
+  for (; task.number < total; advance(task)) {
+    const int member = task.member, feature = task.feature;
+    const long long first = first_row(task);
+    float bias[2] = {};
+    if (args.gate_up_bias != nullptr) {
+      bias[0] = widen(args.gate_up_bias[first]);
+      bias[1] = widen(args.gate_up_bias[first + args.inner]);
+    }
+    unsigned takers = choice.takers[member];
+    const unsigned char* stage = ring.wait();
+    while (takers != 0) {
       const int t = __ffs(takers) - 1;
+      takers &= takers - 1;
       float sum[2] = {};
-      if constexpr (kOnce) {
-        two.add(sum, rows + t * vectors, 0, lane, args.hidden, false);
-      } else {
-        for (int at = 0; at < args.hidden; at += Pair::kColumns) {
-          two.load(at, lane, args.hidden);
-          two.add(sum, rows + t * vectors, at, lane, args.hidden, false);
-        }
+      multiply<2, 1024>(sum, stage, rows + t * vectors, lane, args.hidden);
+      if (takers == 0) {
+        __syncwarp();
+        request(ring.stage);
       }
-      float gate = warp_sum(sum[0]), up = warp_sum(sum[1]);
-      if (lane != 0) continue;
-      if (args.gate_up_bias != nullptr) {
-        gate += widen(args.gate_up_bias[first]);
-        up += widen(args.gate_up_bias[first + args.inner]);
-      }
-      args.between[(t * slots + choice.slot(member, t)) * args.pitch + feature] =
-          static_cast<bf16>(narrow2(activated(gate, up, args.oss), 0.f));
+      const float gate = warp_sum(sum[0]) + bias[0], up = warp_sum(sum[1]) + bias[1];
+      if (lane == 0)
+        args.between[(t * slots + choice.slot(member, t)) * args.pitch + feature] =
+            static_cast<bf16>(narrow2(activated(gate, up, args.oss), 0.f));
     }
-  }
-  if (args.prefetch && lane == 0) {
-    // The memory would have a pause between this launch and the next one.
-    const long long bytes = static_cast<long long>(args.hidden) * args.inner * Weight::kBytes;
-    const int pieces = static_cast<int>(bytes / kPrefetched);
-    for (int piece = warp; piece < choice.active * pieces; piece += warps) {
-      const int member = piece / pieces;
-      prefetch_to_l2(static_cast<const char*>(args.down) + choice.member[member] * bytes +
-                         static_cast<long long>(piece - member * pieces) * kPrefetched,
-                     kPrefetched);
-    }
+    ring.advance();
   }
 }
 
 // ---- 3: down and the sum
 
-// A lane has kSlots x kPer vectors on their way: kPer of each of kSlots experts.
-template <typename Weight, int kSlots, int kPer>
-__global__ void __launch_bounds__(32 * kDownWarps, 1) few_down(const __grid_constant__ FewArguments args) {
-  extern __shared__ uint4 between[];
-  __shared__ FewChoice choice;
-  constexpr int kVector = Weight::kVector, kColumns = 32 * kPer * kVector;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int top = args.rules.top, slots = top + 1, used = top + (args.shared_inner > 0);
-  // The launch before lets this one start when it has seen the first one's end.
-  choice.choose(args);
-  __syncthreads();
-  bool waited = false;
-  for (int base = blockIdx.x * kDownWarps; base < args.hidden; base += gridDim.x * kDownWarps) {
-    const int feature = min(base + warp, args.hidden - 1);
-    float mine = 0.f;
-    for (int t = 0; t < args.tokens; ++t) {
-      float sum = 0.f;
-      for (int first = 0; first < used; first += kSlots) {
-        for (int column = 0; column < args.pitch; column += kColumns) {
-          uint4 piece[kSlots][kPer];
-          float scale[Weight::kScaled ? kSlots : 1][Weight::kScaled ? kPer : 1];
+// The sum over the warp of value[r] in lanes 32 r / kRows and behind.
+template <int kRows>
+__device__ __forceinline__ float spread_sums(const float (&value)[kRows], int lane) {
+  if constexpr (kRows == 1) {
+    return warp_sum(value[0]);
+  } else {
+    static_assert(kRows == 4);
+    const bool upper = lane & 16, odd = lane & 8;
+    float kept[2];
 #pragma unroll
-          for (int s = 0; s < kSlots; ++s) {
-            const int slot = first + s;
-            const int width = choice.width(args, t, slot);
-            const Weight row = slot < top ? Weight::at(args.down, choice.row(args, t, slot) + feature,
-                                                       args.inner, args.down_scale, args.down_pitch)
-                                          : Weight::at(args.shared_down, feature, args.shared_inner,
-                                                       args.shared_down_scale, args.shared_down_pitch);
+    for (int i = 0; i < 2; ++i)
+      kept[i] = (upper ? value[2 + i] : value[i]) +
+                __shfl_xor_sync(0xFFFFFFFFu, upper ? value[i] : value[2 + i], 16);
+    float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xFFFFFFFFu, odd ? kept[0] : kept[1], 8);
 #pragma unroll
-            for (int v = 0; v < kPer; ++v) {
-              const int at = column + (v * 32 + lane) * kVector;
-              if (at < width) {
-                piece[s][v] = row.vector(at);
-                if constexpr (Weight::kScaled) scale[s][v] = row.factor(at);
-              }
-            }
-          }
-          if (first == 0 && column == 0 && lane < used) {
-            // The next token's rows, or those of the next feature's first token.
-            const bool more = t + 1 < args.tokens;
-            const int token = more ? t + 1 : 0;
-            const int at = more ? feature : feature + gridDim.x * kDownWarps;
-            const int width = at < args.hidden ? choice.width(args, token, lane) : 0;
-            const void* from = lane < top ? args.down : args.shared_down;
-            const long long row = lane < top ? choice.row(args, token, lane) : 0;
-            if (width > 0)
-              prefetch_to_l2(static_cast<const char*>(from) + (row + at) * width * Weight::kBytes,
-                             width * Weight::kBytes);
-          }
-          if (!waited) {
-            waited = true;
-            let_dependents_start();
-            wait_for_predecessors();
-            for (int i = threadIdx.x; i < args.tokens * slots * args.pitch / 8; i += 32 * kDownWarps)
-              between[i] = __ldcg(reinterpret_cast<const uint4*>(args.between) + i);
-            __syncthreads();
-          }
-#pragma unroll
-          for (int s = 0; s < kSlots; ++s) {
-            const int slot = first + s;
-            const int width = choice.width(args, t, slot);
-            if (width == 0) continue;
-            const float by = slot < top                    ? choice.weight[t][slot]
-                             : args.shared_gate != nullptr ? __ldcg(args.gates + t)
-                                                           : 1.f;
-            const uint4* x = between + ((t * slots + slot) * args.pitch + column) / 8;
-#pragma unroll
-            for (int v = 0; v < kPer; ++v) {
-              const int at = (v * 32 + lane) * kVector;
-              if (column + at < width) {
-                float found = Weight::dot(piece[s][v], x + at / 8, slot >= top && args.shared_permuted);
-                if constexpr (Weight::kScaled) found *= scale[s][v];
-                sum = fmaf(by, found, sum);
-              }
-            }
-          }
-        }
-      }
-      if (args.down_bias != nullptr && lane < top) {
-        const int expert = choice.expert[t][lane];
-        if (expert >= 0)
-          sum += choice.weight[t][lane] *
-                 widen(args.down_bias[static_cast<long long>(expert) * args.hidden + feature]);
-      }
-      sum = warp_sum(sum);
-      if (lane == t) mine = sum;
-    }
-    if (base + warp < args.hidden && lane < args.tokens) {
-      if (args.residual != nullptr) {
-        bf16* to = args.residual + lane * args.residual_pitch + feature;
-        float before = widen(*to);
-        if (args.x != nullptr) before = rounded(before + widen(args.x[lane * args.x_pitch + feature]));
-        *to = static_cast<bf16>(narrow2(before + rounded(mine), 0.f));
-      } else {
-        args.out[static_cast<long long>(lane) * args.hidden + feature] =
-            static_cast<bf16>(narrow2(mine, 0.f));
-      }
-    }
+    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+    return sum;
   }
 }
 
-template <typename Weight>
-auto pick_down(int pitch) {
-  const int vectors = (pitch + 32 * Weight::kVector - 1) / (32 * Weight::kVector);  // of a lane in a row
-  return vectors == 1   ? few_down<Weight, 9, 1>
-         : vectors == 2 ? few_down<Weight, 9, 2>
-                        : few_down<Weight, 4, 4>;
+// A block has some features; a warp has kRows of them at a time, of one expert. What each expert contributes
+// lies in shared memory until it is summed in the order of the token's own choices.
+template <int kRows>
+__global__ void __launch_bounds__(32 * kMostWarps, 2) few_down(const __grid_constant__ FewArguments args) {
+  extern __shared__ uint4 between[];
+  __shared__ alignas(8) uint64_t barriers[kMostWarps * kMostStages + 1];
+  __shared__ FewChoice choice;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int top = args.rules.top, slots = top + 1, stages = args.plan.down_stages;
+  const int between_bytes = args.tokens * slots * args.pitch * 2;
+  const int stage_bytes = kRows * args.pitch * 2;
+  unsigned char* memory = reinterpret_cast<unsigned char*>(between) + between_bytes;
+  Ring ring(memory + warp * stages * stage_bytes, barriers + warp * stages, stages, stage_bytes);
+  float* parts = reinterpret_cast<float*>(memory + warps * stages * stage_bytes);
+  const uint32_t between_there = shared_address(barriers + warps * stages);
+  if (threadIdx.x == 0) {
+    barrier_init(between_there, 1);
+    barrier_init_fence();
+  }
+  choice.clear();
+  __syncthreads();
+  // The launch before lets this one start when it has seen the first one's end.
+  choice.choose<true>(args);
+
+  const int active = choice.active, members = active + (args.shared_inner > 0);
+  const int groups = args.hidden / kRows;
+  const int first = groups * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
+  const int own = groups * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x) - first;
+  const int features = own * kRows, total = members * own;
+  const int step_members = warps / own, step_groups = warps - step_members * own;
+  // kRows rows of a member.
+  struct Piece {
+    int number, member, group;
+  };
+  auto advance = [&](Piece& piece) {
+    piece.number += warps;
+    piece.member += step_members;
+    piece.group += step_groups;
+    if (piece.group >= own) {
+      piece.group -= own;
+      ++piece.member;
+    }
+  };
+  auto width = [&](int member) { return member < active ? args.inner : args.shared_inner; };
+  auto rows_of = [&](const Piece& piece) {
+    const bool routed = piece.member < active;
+    const long long row = static_cast<long long>(first + piece.group) * kRows;
+    return static_cast<const bf16*>(routed ? args.down : args.shared_down) +
+           (routed ? choice.member[piece.member] * static_cast<long long>(args.hidden) + row : row) *
+               width(piece.member);
+  };
+  Piece piece{warp, warp / own, warp % own}, next = piece;
+  auto request = [&](int stage) {
+    if (next.number >= total) return;
+    if (lane == 0) ring.request<1>(stage, rows_of(next), kRows * width(next.member) * 2, 0);
+    advance(next);
+  };
+  for (int stage = 0; stage < stages; ++stage) request(stage);
+  if (args.plan.ahead)
+    for (Piece more = next; more.number < total; advance(more))
+      if (lane == 0) prefetch_to_l2(rows_of(more), kRows * width(more.member) * 2);
+  let_dependents_start();
+  // What the sum of a token's feature begins with, and what it is added to: the launch ahead doesn't change
+  // that.
+  auto feature_of = [&](int place) { return first * kRows + place % features; };
+  auto biased = [&](int place) {
+    float sum = 0.f;
+    if (args.down_bias == nullptr) return sum;
+    const int t = place / features;
+    for (int j = 0; j < top; ++j) {
+      const int expert = choice.expert[t][j];
+      if (expert >= 0)
+        sum = fmaf(choice.weight[t][j],
+                   widen(args.down_bias[static_cast<long long>(expert) * args.hidden + feature_of(place)]),
+                   sum);
+    }
+    return sum;
+  };
+  auto before = [&](int place) {
+    const int t = place / features, feature = feature_of(place);
+    if (args.residual == nullptr) return 0.f;
+    const float value = widen(args.residual[t * args.residual_pitch + feature]);
+    return args.x == nullptr ? value : rounded(value + widen(args.x[t * args.x_pitch + feature]));
+  };
+  const int places = args.tokens * features;
+  float sum = 0.f, stream = 0.f;
+  if (static_cast<int>(threadIdx.x) < places) {
+    sum = biased(threadIdx.x);
+    stream = before(threadIdx.x);
+  }
+  wait_for_predecessors();
+  if (threadIdx.x == 0) {
+    barrier_expect(between_there, between_bytes);
+    load_bytes(shared_address(between), args.between, between_bytes, between_there, kEvictLast);
+  }
+  barrier_wait(between_there, 0);
+  for (; piece.number < total; advance(piece)) {
+    const bool routed = piece.member < active;
+    const int columns = width(piece.member);
+    const int place = piece.group * kRows + lane * kRows / 32;
+    auto slot_of = [&](int t) { return t * slots + (routed ? choice.slot(piece.member, t) : top); };
+    unsigned takers = routed ? choice.takers[piece.member] : (1u << args.tokens) - 1;
+    int slot = slot_of(__ffs(takers) - 1);
+    const unsigned char* stage = ring.wait();
+    while (true) {
+      takers &= takers - 1;
+      float found[kRows] = {};
+      multiply<kRows, 512>(found, stage, between + slot * args.pitch / 8, lane, columns);
+      if (takers == 0) {
+        __syncwarp();
+        request(ring.stage);
+      }
+      const float part = spread_sums<kRows>(found, lane);
+      if (lane % (32 / kRows) == 0) parts[slot * features + place] = part;
+      if (takers == 0) break;
+      slot = slot_of(__ffs(takers) - 1);
+    }
+    ring.advance();
+  }
+  __syncthreads();
+  for (int place = threadIdx.x; place < places; place += blockDim.x) {
+    const int t = place / features, feature = feature_of(place);
+    if (place != static_cast<int>(threadIdx.x)) {
+      sum = biased(place);
+      stream = before(place);
+    }
+    const float* part = parts + t * slots * features + place % features;
+    for (int j = 0; j < slots; ++j)
+      if (choice.width(args, t, j) > 0) sum = fmaf(choice.weight[t][j], part[j * features], sum);
+    if (args.residual != nullptr)
+      args.residual[t * args.residual_pitch + feature] =
+          static_cast<bf16>(narrow2(stream + rounded(sum), 0.f));
+    else
+      args.out[static_cast<long long>(t) * args.hidden + feature] = static_cast<bf16>(narrow2(sum, 0.f));
+  }
 }
 
-struct Launch {
-  int blocks, threads, shared;
-};
-
-cudaError_t launch(void (*kernel)(FewArguments), const Launch& shape, const FewArguments& args, int early,
-                   cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared);
-  // As in linear.cu: a different division of the multiprocessor's memory would keep neighbours apart.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.blocks);
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+// As many of the stages and warps as fit; false if not one does.
+bool fit(int& warps, int& stages, int held, long long stage_bytes) {
+  warps = min(max(warps, 1), kMostWarps);
+  stages = min(max(stages, 1), kMostStages);
+  while (warps > 0 && held + warps * stages * stage_bytes > kMemory) --(stages > 1 ? stages : warps);
+  return warps > 0;
 }
 
-template <typename Weight>
-cudaError_t run(const FewArguments& args, int units, int early, cudaStream_t stream) {
-  using Pair = Rows<Weight, 2>;
-  const int row_bytes = 2 * args.hidden;
-  const auto route = args.tokens == 1 ? few_route<Weight, 1> : few_route<Weight, 2>;
-  const int rows = args.rules.experts + args.shared_inner + (args.shared_gate != nullptr);
-  cudaError_t error = launch(route, {(rows + kWarps - 1) / kWarps, 32 * kWarps, args.tokens * row_bytes},
-                             args, early, stream);
+template <int kTokens>
+cudaError_t run(FewArguments args, int units, int early, cudaStream_t stream) {
+  FewPlan& plan = args.plan;
+  const int rows_bytes = args.tokens * args.hidden * 2, slots = args.rules.top + 1;
+  // Four rows in a stage, unless they are so long that a warp would have too much of down at a time.
+  const int down_rows = args.pitch <= kLongRow ? 4 : 1, groups = args.hidden / down_rows;
+  const int down_blocks = min(units, groups), stage_bytes = down_rows * args.pitch * 2;
+  const int features = (groups + down_blocks - 1) / down_blocks * down_rows;
+  const int held = args.tokens * slots * (args.pitch * 2 + features * 4);
+  if (!fit(plan.gate_warps, plan.gate_stages, rows_bytes, 4 * args.hidden) ||
+      !fit(plan.down_warps, plan.down_stages, held, stage_bytes))
+    return cudaErrorInvalidValue;
+  cudaError_t error = route_few<PlainWeight, kTokens>(args, early, stream);
   if (error != cudaSuccess) return error;
-  const int most = args.tokens * args.rules.top * args.inner;
-  const int blocks = min(2 * units, (most + kWarps - 1) / kWarps);
-  const auto gate_up = args.hidden <= Pair::kColumns ? few_gate_up<Weight, true> : few_gate_up<Weight, false>;
-  error = launch(gate_up, {blocks, 32 * kWarps, args.tokens * row_bytes}, args, early, stream);
+  error = launch(few_gate_up,
+                 {min(units, args.tokens * args.rules.top * args.inner), 32 * plan.gate_warps,
+                  rows_bytes + plan.gate_warps * plan.gate_stages * 4 * args.hidden},
+                 args, early, stream);
   if (error != cudaSuccess) return error;
-  const int down_blocks = min(units, (args.hidden + kDownWarps - 1) / kDownWarps);
-  const int shared = args.tokens * (args.rules.top + 1) * args.pitch * 2;
-  return launch(pick_down<Weight>(args.pitch), {down_blocks, 32 * kDownWarps, shared}, args, early, stream);
+  return launch(down_rows == 4 ? few_down<4> : few_down<1>,
+                {down_blocks, 32 * plan.down_warps, held + plan.down_warps * plan.down_stages * stage_bytes},
+                args, early, stream);
 }
 
 }  // namespace
 }  // namespace quickturn
 
-// See FewArguments. fp8: the experts, the shared one too, are e4m3 with block scales. Returns a cudaError_t;
-// launches on `stream` and does not wait. Unless `early`, each launch begins when the one ahead has finished.
-extern "C" int quickturn_moe_few(const quickturn::FewArguments* args, int fp8, int units, int early,
-                                 void* stream) {
+// See FewArguments: the experts, the shared one too, are bfloat16. Returns a cudaError_t; launches on
+// `stream` and does not wait. Unless `early`, each launch begins when the one ahead has finished.
+extern "C" int quickturn_moe_few(const quickturn::FewArguments* args, int units, int early, void* stream) {
   using namespace quickturn;
-  if (args->tokens < 1 || args->tokens > kFewTokens || args->hidden % (fp8 ? 128 : 16) || args->inner % 16 ||
-      args->shared_inner % 16 || args->pitch % 16 || args->rules.top > kMaxTop ||
-      args->rules.experts > kMaxExperts)
-    return cudaErrorInvalidValue;
+  if (!fits_few(*args, kFewTokens, 16)) return cudaErrorInvalidValue;
   const auto s = static_cast<cudaStream_t>(stream);
-  return fp8 ? run<ScaledWeight>(*args, units, early, s) : run<PlainWeight>(*args, units, early, s);
+  return args->tokens == 1   ? run<1>(*args, units, early, s)
+         : args->tokens == 2 ? run<2>(*args, units, early, s)
+         : args->tokens <= 4 ? run<4>(*args, units, early, s)
+                             : run<8>(*args, units, early, s);
 }

@@ -1,4 +1,5 @@
-// What the launches of moe_few.cu share: their arguments, rows of weights in registers, and the choice.
+// What the mixtures over a few tokens share: the arguments of their launches, rows of weights in registers,
+// and the choice.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +10,16 @@
 
 namespace quickturn {
 
-constexpr int kFewTokens = 2;
+constexpr int kFewTokens = 8;
+
+// How the second and the third launch are spread over the machine, where they go through rings. Mirrored by a
+// ctypes structure.
+struct FewPlan {
+  int gate_warps, gate_stages;
+  int down_warps, down_stages;
+  int late;   // the third launch may start when the second has asked for all its weights, not before
+  int ahead;  // the third asks for what its rings have no room for into L2
+};
 
 // Mirrored by a ctypes structure.
 struct FewArguments {
@@ -40,8 +50,10 @@ struct FewArguments {
   int tokens, hidden, inner, shared_inner, pitch;
   int gate_up_pitch, down_pitch, shared_gate_up_pitch, shared_down_pitch;  // elements of a row of scales
   int shared_permuted;  // the shared expert's columns are in the order of linear_fp8.cu
-  int oss, wide, prefetch;
+  int oss, wide;
+  int prefetch;  // the second launch asks for down into L2 (without rings)
   float eps;
+  FewPlan plan;
 };
 
 __device__ __forceinline__ uint4 stream_vector(const void* from) {
@@ -164,26 +176,62 @@ struct Rows {
 
 // Who chose whom.
 struct FewChoice {
-  float weight[kFewTokens][kMaxTop];
-  short expert[kFewTokens][kMaxTop];   // -1: nobody
-  short member[kFewTokens * kMaxTop];  // the experts that someone chose, in the order of who chose first
-  unsigned char takers[kFewTokens * kMaxTop];  // bit t is token t
-  unsigned slots[kFewTokens * kMaxTop];        // four bits a token: which of its choices it is
-  int counts[4];
+  float weight[kFewTokens][kMaxTop + 1];  // the shared expert's behind the last choice
+  short expert[kFewTokens][kMaxTop];      // -1: nobody
+  short member[kFewTokens * kMaxTop];     // the experts that someone chose, in their own order
+  unsigned takers[kFewTokens * kMaxTop];  // bit t is token t
+  unsigned slots[kFewTokens * kMaxTop];   // four bits a token: which of its choices it is
+  unsigned seen[kMaxExperts / 32];
   int active;
 
-  // One warp a token. No barrier at its end.
+  // Ahead of `choose`, with a barrier in between.
+  __device__ __forceinline__ void clear() {
+    for (int i = threadIdx.x; i < kFewTokens * kMaxTop; i += blockDim.x) takers[i] = slots[i] = 0;
+    for (int i = threadIdx.x; i < kMaxExperts / 32; i += blockDim.x) seen[i] = 0;
+  }
+
+  // All threads of the block; a warp chooses for one token at a time. kWeighs: not only whom. Ends with a
+  // barrier.
+  template <bool kWeighs>
   __device__ __forceinline__ void choose(const FewArguments& args) {
-    const int t = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (t >= args.tokens) return;
-    float by = 0.f;
-    int which = -1;
-    if (args.positions == nullptr || args.positions[t] >= 0)
-      choose_experts(args.rules, args.logits + t * args.rules.experts, by, which);
-    if (lane < args.rules.top) {
-      weight[t][lane] = by;
-      expert[t][lane] = static_cast<short>(which);
+    const int lane = threadIdx.x % 32, top = args.rules.top;
+    for (int t = threadIdx.x / 32; t < args.tokens; t += blockDim.x / 32) {
+      // Asked for together with the logits.
+      const bool real = args.positions == nullptr || __ldcg(args.positions + t) >= 0;
+      float by = 0.f;
+      int which = -1;
+      choose_experts<kWeighs>(args.rules, args.logits + t * args.rules.experts, by, which);
+      if (lane < top) {
+        if constexpr (kWeighs) weight[t][lane] = real ? by : 0.f;
+        expert[t][lane] = static_cast<short>(real ? which : -1);
+      }
+      if constexpr (kWeighs)
+        if (lane == top) weight[t][top] = args.shared_gate != nullptr ? __ldcg(args.gates + t) : 1.f;
     }
+    __syncthreads();
+    for (int i = threadIdx.x; i < args.tokens * top; i += blockDim.x) {
+      const int e = expert[i / top][i % top];
+      if (e >= 0) atomicOr(seen + e / 32, 1u << e % 32);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < args.tokens * top; i += blockDim.x) {
+      const int t = i / top, j = i - t * top, e = expert[t][j];
+      if (e < 0) continue;
+      int at = __popc(seen[e / 32] & ((1u << e % 32) - 1));
+#pragma unroll
+      for (int word = 0; word < kMaxExperts / 32; ++word)
+        if (word < e / 32) at += __popc(seen[word]);
+      member[at] = static_cast<short>(e);
+      atomicOr(takers + at, 1u << t);
+      atomicOr(slots + at, static_cast<unsigned>(j) << (4 * t));
+    }
+    if (threadIdx.x == 0) {
+      int count = 0;
+#pragma unroll
+      for (int word = 0; word < kMaxExperts / 32; ++word) count += __popc(seen[word]);
+      active = count;
+    }
+    __syncthreads();
   }
 
   // Columns of down that a slot of a token has to do with: none where nobody was chosen. The slot behind the
@@ -197,40 +245,6 @@ struct FewChoice {
   // The first row of down of the expert that a token chose.
   __device__ __forceinline__ long long row(const FewArguments& args, int t, int slot) const {
     return static_cast<long long>(expert[t][slot]) * args.hidden;
-  }
-
-  // All threads of the block, of at least four warps; a thread has one choice of one token. Ends with a
-  // barrier.
-  __device__ __forceinline__ void list(const FewArguments& args) {
-    __syncthreads();
-    const int top = args.rules.top, t = threadIdx.x / kMaxTop, j = threadIdx.x % kMaxTop;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int e = t < args.tokens && j < top ? expert[t][j] : -1;
-    bool first = e >= 0;
-    int mask = 0;
-    unsigned places = 0;
-    if (e >= 0) {
-      for (int other = 0; other < args.tokens; ++other) {
-        for (int i = 0; i < top; ++i) {
-          if (expert[other][i] != e) continue;
-          first = first && other >= t;
-          mask |= 1 << other;
-          places |= static_cast<unsigned>(i) << (4 * other);
-        }
-      }
-    }
-    const unsigned firsts = __ballot_sync(0xFFFFFFFFu, first);
-    if (lane == 0 && warp < 4) counts[warp] = __popc(firsts);
-    __syncthreads();
-    if (first) {
-      int at = __popc(firsts & ((1u << lane) - 1));
-      for (int w = 0; w < warp; ++w) at += counts[w];
-      member[at] = static_cast<short>(e);
-      takers[at] = static_cast<unsigned char>(mask);
-      slots[at] = places;
-    }
-    if (threadIdx.x == 0) active = counts[0] + counts[1] + counts[2] + counts[3];
-    __syncthreads();
   }
 
   // Which of a taker's choices a member is.

@@ -25,10 +25,26 @@ __device__ __forceinline__ uint32_t rank_of(float value) {
   return value == value && rank > 1 ? rank : 1;
 }
 
+// Batcher's merge exchange from one step on, the largest first.
+template <int kRun, int kApart, int kCount>
+__device__ __forceinline__ void sort_down(uint32_t (&value)[kCount]) {
+#pragma unroll
+  for (int i = kApart % kRun; i + kApart < kCount; ++i)
+    if ((i - kApart % kRun) / kApart % 2 == 0 && i / (2 * kRun) == (i + kApart) / (2 * kRun)) {
+      const uint32_t low = min(value[i], value[i + kApart]);
+      value[i] = max(value[i], value[i + kApart]);
+      value[i + kApart] = low;
+    }
+  if constexpr (kApart > 1)
+    sort_down<kRun, kApart / 2>(value);
+  else if constexpr (2 * kRun < kCount)
+    sort_down<2 * kRun, 2 * kRun>(value);
+}
+
 // One warp chooses for one token, of at most 32 kPer experts. logits: [experts], written by other blocks.
 // Lane j returns the j-th choice. A lane has neighbours, so that of equals the lower lane has the lower
-// index.
-template <int kPer>
+// index. Without kWeighs the weight is nothing.
+template <int kPer, bool kWeighs>
 __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const float* logits, float& weight,
                                                int& expert) {
   const int lane = threadIdx.x % 32, per = (rules.experts + 31) / 32;
@@ -43,7 +59,8 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
     rank[i] = real ? rank_of(score[i]) : 0;
     score[i] = real ? score[i] : -INFINITY;
   }
-  if (rules.scoring == kSoftmax) {
+  // Softmax doesn't change the order.
+  if (rules.scoring == kSoftmax && (kWeighs || rules.correction != nullptr)) {
     float highest = score[0], total = 0.f;
 #pragma unroll
     for (int i = 1; i < kPer; ++i) highest = fmaxf(highest, score[i]);
@@ -71,41 +88,48 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
 #pragma unroll
     for (int i = 0; i < kPer; ++i) rank[i] = rank[i] == 0 ? 0 : rank_of(score[i] + correction[i]);
   }
-  weight = 0.f;
-  expert = -1;
+  uint32_t sorted[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) sorted[i] = rank[i];
+  sort_down<1, 1>(sorted);
+  uint32_t mine = 0;    // of lane j: the j-th rank,
+  unsigned owners = 0;  // and the lanes that had it ahead of all others
   for (int j = 0; j < rules.top; ++j) {
-    uint32_t best[kPer / 2];
-    float value[kPer / 2];
-    int at[kPer / 2];
-#pragma unroll
-    for (int i = 0; i < kPer / 2; ++i) {
-      // Of two neighbours the earlier wins among equals.
-      const bool later = rank[2 * i + 1] > rank[2 * i];
-      best[i] = later ? rank[2 * i + 1] : rank[2 * i];
-      value[i] = later ? score[2 * i + 1] : score[2 * i];
-      at[i] = 2 * i + later;
-    }
-#pragma unroll
-    for (int width = 1; width < kPer / 2; width *= 2)
-#pragma unroll
-      for (int i = 0; i < kPer / 2; i += 2 * width) {
-        const bool later = best[i + width] > best[i];
-        best[i] = later ? best[i + width] : best[i];
-        value[i] = later ? value[i + width] : value[i];
-        at[i] = later ? at[i + width] : at[i];
-      }
-    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, best[0]);
-    const int winner = __ffs(__ballot_sync(0xFFFFFFFFu, best[0] == most)) - 1;
-    const float found = __shfl_sync(0xFFFFFFFFu, value[0], winner);
-    const int place = __shfl_sync(0xFFFFFFFFu, at[0], winner);
+    const uint32_t most = __reduce_max_sync(0xFFFFFFFFu, sorted[0]);
+    const unsigned who = __ballot_sync(0xFFFFFFFFu, sorted[0] == most);
     if (lane == j) {
-      weight = found;
-      expert = winner * per + place;
+      mine = most;
+      owners = who;
     }
+    // The lowest of them gives it.
+    if ((who & ((2u << lane) - 1)) == 1u << lane) {
 #pragma unroll
-    for (int i = 0; i < kPer; ++i)
-      if (lane == winner && i == place) rank[i] = 0;
+      for (int i = 0; i + 1 < kPer; ++i) sorted[i] = sorted[i + 1];
+      sorted[kPer - 1] = 0;
+    }
   }
+  // Which of its owner's experts it is. Equal ranks are neighbours among the choices: one owner gave them in
+  // the order of its experts.
+  const int owner = max(__ffs(owners) - 1, 0);
+  const uint32_t ahead = __shfl_up_sync(0xFFFFFFFFu, mine, 1);
+  const int ahead_owner = __shfl_up_sync(0xFFFFFFFFu, owner, 1);
+  const bool first = lane == 0 || ahead != mine || ahead_owner != owner;
+  int skipped = lane - (31 - __clz(__ballot_sync(0xFFFFFFFFu, first) & ((2u << lane) - 1)));
+  int place = 0;
+  float found = 0.f;
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) {
+    const bool equal = __shfl_sync(0xFFFFFFFFu, rank[i], owner) == mine;
+    if (equal && skipped == 0) place = i;
+    if constexpr (kWeighs) {
+      const float value = __shfl_sync(0xFFFFFFFFu, score[i], owner);
+      if (equal && skipped == 0) found = value;
+    }
+    skipped -= equal;
+  }
+  weight = lane < rules.top ? found : 0.f;
+  expert = lane < rules.top ? owner * per + place : -1;
+  if constexpr (!kWeighs) return;
   if (rules.scoring == kSoftmaxAfter) {
     const float first = __shfl_sync(0xFFFFFFFFu, weight, 0);
     weight = lane < rules.top ? __expf(weight - first) : 0.f;
@@ -116,12 +140,13 @@ __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const 
   weight *= rules.scale;
 }
 
+template <bool kWeighs = true>
 __device__ __forceinline__ void choose_experts(const RoutingRules& rules, const float* logits, float& weight,
                                                int& expert) {
   if (rules.experts <= kMaxExperts / 2)
-    choose_experts<kMaxExperts / 64>(rules, logits, weight, expert);
+    choose_experts<kMaxExperts / 64, kWeighs>(rules, logits, weight, expert);
   else
-    choose_experts<kMaxExperts / 32>(rules, logits, weight, expert);
+    choose_experts<kMaxExperts / 32, kWeighs>(rules, logits, weight, expert);
 }
 
 }  // namespace quickturn
