@@ -114,19 +114,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_c
     barrier_init(rows_there, 1);
     barrier_init_fence();
   }
-  choice.clear();
-  __syncthreads();
-  wait_for_predecessors();
-  // Not before: who starts behind this may count on the first launch having finished.
-  if (!args.plan.late) let_dependents_start();
-  if (threadIdx.x == blockDim.x - 1) {
-    barrier_expect(rows_there, rows_bytes);
-    load_bytes(shared_address(rows), args.normed, rows_bytes, rows_there, kEvictLast);
-  }
-  choice.choose<false>(args);
-
-  const int total = choice.active * args.inner, step = gridDim.x * warps;
-  const int begin = blockIdx.x + gridDim.x * warp;
+  const int step = gridDim.x * warps, begin = blockIdx.x + gridDim.x * warp;
   const int step_members = step / args.inner, step_features = step - step_members * args.inner;
   // A pair of rows: a member's, for one feature.
   struct Task {
@@ -141,10 +129,22 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_c
       ++task.member;
     }
   };
+  Task task{begin, begin / args.inner, begin % args.inner}, next = task;
+  choice.clear();
+  __syncthreads();
+  wait_for_predecessors();
+  // Not before: who starts behind this may count on the first launch having finished.
+  if (!args.plan.late) let_dependents_start();
+  if (threadIdx.x == blockDim.x - 1) {
+    barrier_expect(rows_there, rows_bytes);
+    load_bytes(shared_address(rows), args.normed, rows_bytes, rows_there, kEvictLast);
+  }
+  choice.choose<false>(args);
+
+  const int total = choice.active * args.inner;
   auto first_row = [&](const Task& task) {
     return 2ll * choice.member[task.member] * args.inner + task.feature;
   };
-  Task task{begin, begin / args.inner, begin % args.inner}, next = task;
   bool told = !args.plan.late || warp > 0;
   auto request = [&](int stage) {
     if (next.number < total) {
@@ -229,16 +229,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_down(const __grid_cons
     barrier_init(between_there, 1);
     barrier_init_fence();
   }
-  choice.clear();
-  __syncthreads();
-  // The launch before lets this one start when it has seen the first one's end.
-  choice.choose<true>(args);
-
-  const int active = choice.active, members = active + (args.shared_inner > 0);
   const int groups = args.hidden / kRows;
   const int first = groups * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
   const int own = groups * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x) - first;
-  const int features = own * kRows, total = members * own;
+  const int features = own * kRows;
   const int step_members = warps / own, step_groups = warps - step_members * own;
   // kRows rows of a member.
   struct Piece {
@@ -253,6 +247,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_down(const __grid_cons
       ++piece.member;
     }
   };
+  Piece piece{warp, warp / own, warp % own}, next = piece;
+  choice.clear();
+  __syncthreads();
+  // The launch before lets this one start when it has seen the first one's end.
+  choice.choose<true>(args);
+
+  const int active = choice.active, members = active + (args.shared_inner > 0), total = members * own;
   auto width = [&](int member) { return member < active ? args.inner : args.shared_inner; };
   auto rows_of = [&](const Piece& piece) {
     const bool routed = piece.member < active;
@@ -261,7 +262,6 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_down(const __grid_cons
            (routed ? choice.member[piece.member] * static_cast<long long>(args.hidden) + row : row) *
                width(piece.member);
   };
-  Piece piece{warp, warp / own, warp % own}, next = piece;
   auto request = [&](int stage) {
     if (next.number >= total) return;
     if (lane == 0) ring.request<1>(stage, rows_of(next), kRows * width(next.member) * 2, 0);

@@ -207,8 +207,10 @@ struct FewChoice {
       }
       if constexpr (kWeighs)
         if (lane == top) weight[t][top] = args.shared_gate != nullptr ? __ldcg(args.gates + t) : 1.f;
+      if (args.tokens == 1) list_one(real ? which : -1, top);
     }
     __syncthreads();
+    if (args.tokens == 1) return;
     for (int i = threadIdx.x; i < args.tokens * top; i += blockDim.x) {
       const int e = expert[i / top][i % top];
       if (e >= 0) atomicOr(seen + e / 32, 1u << e % 32);
@@ -232,6 +234,19 @@ struct FewChoice {
       active = count;
     }
     __syncthreads();
+  }
+
+  // What `choose` does with all tokens' choices, by the warp that knows the only ones.
+  __device__ __forceinline__ void list_one(int which, int top) {
+    const int lane = threadIdx.x % 32;
+    int at = 0;
+    for (int j = 0; j < top; ++j) at += __shfl_sync(0xFFFFFFFFu, which, j) < which;
+    if (lane < top && which >= 0) {
+      member[at] = static_cast<short>(which);
+      takers[at] = 1;
+      slots[at] = lane;
+    }
+    if (lane == 0) active = which >= 0 ? top : 0;
   }
 
   // Columns of down that a slot of a token has to do with: none where nobody was chosen. The slot behind the
