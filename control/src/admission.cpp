@@ -66,7 +66,7 @@ bool Scheduler::promise_allows_one_more() const {
     for (const Request* request : *list) load.decode_context += request->known;
   }
   load.decode_context *= static_cast<double>(running + 1) / static_cast<double>(running);
-  return model_.predict(load) <= 1.0 / config_.policy.min_tps_per_user;
+  return model_.predict(load) + between() <= 1.0 / config_.policy.min_tps_per_user;
 }
 
 Scheduler::Admission Scheduler::admit_one(Request& request) {

@@ -24,6 +24,7 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
   if (!time_base_) time_base_ = now;
   now_ = std::max(now_, now);
   cache_.index().set_now(tick(now_));
+  note_between();
   expire(now_);
   end_waits();
   end_holds();

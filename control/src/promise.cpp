@@ -1,5 +1,6 @@
 // Throughput under a latency promise: how many prompt tokens a step may carry beside its decoding rows.
 #include <algorithm>
+#include <utility>
 
 #include "quickturn/control/scheduler.hpp"
 
@@ -15,6 +16,9 @@ constexpr std::int32_t kTile = 16;
 // far, for less than so many.
 constexpr double kWorthLaunching = 1.1;
 constexpr double kWorthTrying = 2.0;
+// What passes between steps is learned so fast, and is no more than so much of a step.
+constexpr double kBetweenRate = 0.05;
+constexpr double kMostBetween = 0.25;
 // Where even the least prompt takes longer than promised, it may take so many times the least, ...
 constexpr double kOverdrawn = 1.5;
 // ... once the steps before it have saved the time, or after so many: nobody starves.
@@ -44,14 +48,23 @@ std::int32_t most_that(std::int32_t most, const Holds& holds) {
 
 double Scheduler::step_limit(double decode_time) const {
   const Policy& policy = config_.policy;
-  if (policy.min_tps_per_user > 0.0) return 1.0 / policy.min_tps_per_user;
+  if (policy.min_tps_per_user > 0.0) return 1.0 / policy.min_tps_per_user - between();
   if (policy.max_ttft > 0.0) {
     for (const Request* request : prefilling_) {
       const double rest = model_.seconds_per_token() * (request->known - request->planned);
       if (request->generated == 0 && now_ - request->arrival + rest >= policy.max_ttft) return kNoLimit;
     }
   }
-  return policy.max_gap_factor > 0.0 ? policy.max_gap_factor * decode_time : kNoLimit;
+  const double steady = decode_time + between();
+  return policy.max_gap_factor > 0.0 ? policy.max_gap_factor * steady - between() : kNoLimit;
+}
+
+void Scheduler::note_between() {
+  // Of one plan to the next, what no step took. Somebody who had nothing to do is told by how long it was.
+  const double whole = now_ - std::exchange(planned_at_, now_);
+  const double spent = std::exchange(spent_, 0.0);
+  const double most = kMostBetween * spent;
+  if (spent > 0.0) between_ += kBetweenRate * (std::clamp(whole - spent, -most, most) - between_);
 }
 
 bool Scheduler::decodes_are_known() const {
@@ -78,12 +91,17 @@ const Request& Scheduler::next_prompt() const {
   return found == prefilling_.end() ? *prefilling_.front() : **found;
 }
 
+std::int32_t Scheduler::padded(std::int32_t tokens, bool recorded) const {
+  const auto others = static_cast<std::int32_t>(building_->load.decode_tokens);
+  if (recorded) return recorded_.tokens_for(others, tokens) - others;
+  return (others + tokens + kTile - 1) / kTile * kTile - others;
+}
+
 double Scheduler::time_with(std::int32_t tokens, bool recorded) const {
   const double context = next_prompt().planned;
   StepLoad load = building_->load;
   load.recorded = recorded;
-  load.prompt_tokens =
-      recorded ? recorded_.tokens_for(draft_->num_tokens, tokens) - draft_->num_tokens : tokens;
+  load.prompt_tokens = padded(tokens, recorded);
   load.prompt_context = context;
   load.prompt_work = load.prompt_tokens * (context + 0.5 * load.prompt_tokens);
   return model_.predict(load);
@@ -185,12 +203,12 @@ std::int32_t Scheduler::left_to_prefill(std::int32_t enough) const {
 
 void Scheduler::note_prefills(std::int32_t budget) {
   StepLoad& load = building_->load;
-  const std::int32_t decodes = draft_->num_decode_rows;
-  if (decodes > 0 && draft_->num_rows() == decodes + 1) {
-    const auto tokens = static_cast<std::int32_t>(load.decode_tokens);
-    const std::int32_t padded = recorded_.tokens_for(tokens, static_cast<std::int32_t>(load.prompt_tokens));
-    load.recorded = padded > 0;
-    if (load.recorded) load.prompt_tokens = padded - tokens;
+  if (load.decode_tokens > 0 && load.prompt_tokens > 0) {
+    const auto others = static_cast<std::int32_t>(load.decode_tokens);
+    const auto tokens = static_cast<std::int32_t>(load.prompt_tokens);
+    load.recorded =
+        draft_->num_rows() == draft_->num_decode_rows + 1 && recorded_.tokens_for(others, tokens) > 0;
+    load.prompt_tokens = padded(tokens, load.recorded);
   }
   if (load.decode_tokens > 0 && load.prompt_tokens == 0) {
     mixed_steps_ = 0;

@@ -81,6 +81,7 @@ void Scheduler::timed(StepId step, double elapsed_us) {
 void Scheduler::learn(const StepLoad& load, double elapsed_us) {
   last_predicted_ = model_.predict(load);
   last_measured_ = elapsed_us * 1e-6;
+  spent_ += last_measured_;
   model_.learn(load, last_measured_);
 }
 

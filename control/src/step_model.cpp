@@ -23,6 +23,11 @@ constexpr double kShrink = 0.001;
 constexpr double kAccident = 8.0;
 constexpr std::int32_t kAccidents = 4;  // in a row are no accident
 constexpr double kBelieved = 1.5;
+// What decoding takes says how long any step may be, so that one late step must not change it: until so many
+// in a row are off the same way by more than is usual, hardly anything of it is believed.
+constexpr double kUsual = 0.08;
+constexpr double kAlone = 0.02;
+constexpr int kUnusual = 3;
 constexpr std::int64_t kYoung = 4;
 // Of two kinds of steps, what the one cost is forgotten when it wasn't used for so many of the other: if it
 // was slow by accident, it would never be tried again.
@@ -31,8 +36,8 @@ constexpr double kFarBelow = 0.7;
 constexpr double kFarAbove = 1.4;
 // So many of the last ones may be later than the margin: one in a hundred of all steps, when as many again
 // are late by more than any margin would hold. While fewer were seen than that, the margin is careful.
-constexpr std::size_t kMayBeLate = 0;
-constexpr std::size_t kFewSeen = 64;
+constexpr std::size_t kMayBeLate = 1;
+constexpr std::size_t kFewSeen = 24;
 constexpr double kMostMargin = 1.3;
 
 }  // namespace
@@ -172,8 +177,17 @@ void StepModel::learn(const StepLoad& load, double seconds) {
   } else if (prompts) {
     learn_prompts(load, believed);
   } else {
-    learn_decodes(load, believed);
+    learn_decodes(load, known ? unless_alone(believed, expected) : believed);
   }
+}
+
+double StepModel::unless_alone(double seconds, double expected) {
+  const int way = seconds > (1.0 + kUsual) * expected ? 1 : seconds < (1.0 - kUsual) * expected ? -1 : 0;
+  unusual_ = way * unusual_ > 0 ? unusual_ + way : way;
+  if (way == 0) return seconds;
+  return std::abs(unusual_) >= kUnusual
+             ? seconds
+             : std::clamp(seconds, (1.0 - kAlone) * expected, (1.0 + kAlone) * expected);
 }
 
 void StepModel::learn_decodes(const StepLoad& load, double seconds) {

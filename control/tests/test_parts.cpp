@@ -184,6 +184,18 @@ TEST_CASE("one stall is no news to the step model, four are") {
   CHECK(model.predict(load) > before);
 }
 
+TEST_CASE("one late decode step doesn't change what decoding takes, three in a row do") {
+  StepModel model;
+  const StepLoad load{1, 1000, 0, 0, 0};
+  for (int i = 0; i < 60; ++i) model.learn(load, 0.0100);
+  for (int i = 0; i < 60; ++i) model.learn(load, i % 3 == 0 ? 0.0160 : 0.0100);
+  CHECK(model.predict(load) == doctest::Approx(0.0100).epsilon(0.03));
+  for (int i = 0; i < 20; ++i) model.learn(load, 0.0130);
+  CHECK(model.predict(load) == doctest::Approx(0.0130).epsilon(0.03));
+  for (int i = 0; i < 20; ++i) model.learn(load, 0.0090);
+  CHECK(model.predict(load) == doctest::Approx(0.0090).epsilon(0.03));
+}
+
 TEST_CASE("the step model allows for how late steps are, now and then by much") {
   const StepLoad load{1, 1000, 32, 2000, 32.0 * 2000};
   const auto margin_of = [&](const auto& late) {

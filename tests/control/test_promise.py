@@ -119,9 +119,11 @@ def test_prompts_grow_to_what_is_free(seed: int) -> None:
     """Beside a step that is bound by its weights many prompt tokens cost no more than few: found out in a few
     steps, none of which takes long.
     """
-    sim = machine(large_gpu, seed, 0.02)
+    clock = noisy(large_gpu, Random(seed), 0.02, stalls=0.0)
+    sim = Sim(200, [FULL], seconds=clock, max_step_tokens=8192)
+    sim.answer(prompt(2048, seed), 1)
     beside = Beside(sim, 4094, 12_000, seed)
-    assert max(beside.chunks[:40]) >= 100
+    assert max(beside.chunks[:80]) >= 100
     assert over(beside, 2.1 * beside.steady) <= 0.03
 
 
@@ -148,6 +150,30 @@ def test_what_was_slow_once_is_tried_again(steps: int, slower: float, seed: int)
     later = Beside(sim, 512, 2048, seed + 2)
     assert later.first_token <= 1.8 * fresh.first_token
     assert over(later, 2.2 * later.steady) <= 0.05
+
+
+class Slow(Sim):
+    """An engine that needs time between its steps."""
+
+    between = 0.0
+
+    def step(self) -> qc.StepPlan | None:
+        """See `Sim`."""
+        self.now += self.between
+        return super().step()
+
+
+@pytest.mark.parametrize("policy", [{}, {"min_tps_per_user": 25.0}])
+def test_what_passes_between_steps_counts(policy: dict[str, float]) -> None:
+    """Users wait for that, too: the promise leaves less for a step, twice the steady gap leaves more."""
+    sim = Slow(200, [FULL], seconds=small_cpu, max_step_tokens=8192, policy=qc.Policy(**policy))
+    sim.between = 0.003
+    sim.answer(prompt(2048, 0), 1)
+    for turn in range(3):
+        beside = Beside(sim, 512, 2048, turn)
+    bound = 1 / 25 if policy else 2 * beside.steady
+    assert over(beside, bound) <= 0.01
+    assert np.quantile(beside.gaps, 0.9) >= 0.9 * bound
 
 
 def test_a_long_tail_is_learned(seed: int) -> None:

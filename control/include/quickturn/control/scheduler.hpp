@@ -8,6 +8,7 @@
 // and audit).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -212,9 +213,14 @@ class Scheduler {
   };
   Allowance prefill_budget() const;
   double step_limit(double decode_time) const;
+  // Seconds between the steps, which users wait for as well.
+  double between() const { return std::max(0.0, between_); }
+  void note_between();
   bool decodes_are_known() const;
   // The prompt that gets the first of them.
   const Request& next_prompt() const;
+  // So many prompt tokens as they are computed: in a recorded step, or in whole tiles.
+  std::int32_t padded(std::int32_t tokens, bool recorded) const;
   // Seconds of this step with so many prompt tokens, in a recorded step that holds them or in another.
   double time_with(std::int32_t tokens, bool recorded) const;
   // Whether more prompt tokens are computed a second by a step with `any`, launched kernel by kernel, than by
@@ -280,6 +286,9 @@ class Scheduler {
   const RecordedSteps recorded_;
   double last_predicted_ = 0.0;  // seconds, before the step was learned from
   double last_measured_ = 0.0;
+  double planned_at_ = 0.0;  // the step before
+  double spent_ = 0.0;       // in steps since then
+  double between_ = 0.0;
   bool promise_holds_ = false;       // somebody waits for a slot because more would break the promise
   std::int32_t starved_steps_ = 0;   // in a row, in which prefills got nothing
   std::int32_t mixed_steps_ = 0;     // in a row, with decoding rows and prompts

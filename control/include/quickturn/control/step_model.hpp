@@ -126,6 +126,8 @@ class StepModel {
   const Beside& beside(bool recorded) const { return beside_[recorded ? 1 : 0]; }
   double decodes(const StepLoad& load) const;
   double prompts_add(const StepLoad& load) const;
+  // Seconds of a step of decoding rows, or hardly more or less than expected if it is alone in being so.
+  double unless_alone(double seconds, double expected);
   void learn_decodes(const StepLoad& load, double seconds);
   void learn_prompts(const StepLoad& load, double seconds);
   void learn_mixed(const StepLoad& load, double seconds, double expected);
@@ -137,6 +139,7 @@ class StepModel {
   Slope per_work_{4096.0 * 256.0};
   std::int64_t samples_ = 0;
   std::int32_t accidents_ = 0;  // in a row
+  int unusual_ = 0;             // steps of decoding rows in a row, late or (negative) early
 };
 
 }  // namespace quickturn::control
