@@ -27,7 +27,7 @@ SHAPES = [
 """(hidden, inner, experts, top, inner of the shared expert)"""
 
 TOKENS = (1, 2, 3, 33)
-"""From three on these are the portable kernels."""
+"""From three on these are the launches of test_hopper_moe_mid.py, or the portable kernels."""
 
 
 @pytest.mark.skipif(cuda_build.compiler() is None, reason="needs nvcc")
