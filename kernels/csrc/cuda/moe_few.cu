@@ -21,8 +21,8 @@
 namespace quickturn {
 namespace {
 
-constexpr int kMostWarps = 12;      // of a block with rings
-constexpr int kMostStages = 8;      // of one warp's ring
+constexpr int kMostWarps = 8;       // of a block with rings
+constexpr int kMostStages = 4;      // of one warp's ring
 constexpr int kMemory = 219 << 10;  // of a block, beside what the kernels declare
 constexpr int kLongRow = 2048;      // columns of down
 
@@ -100,13 +100,13 @@ __device__ __forceinline__ void multiply(float (&sum)[kRows], const unsigned cha
 
 // ---- 2: gate and up of the chosen experts
 
-__global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_constant__ FewArguments args) {
+__global__ void __launch_bounds__(32 * kMostWarps, 3) few_gate_up(const __grid_constant__ FewArguments args) {
   extern __shared__ uint4 rows[];
   __shared__ alignas(8) uint64_t barriers[kMostWarps * kMostStages + 1];
   __shared__ FewChoice choice;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int row_bytes = args.hidden * 2, rows_bytes = args.tokens * args.hidden * 2;
-  const int stages = args.plan.gate_stages, slots = args.rules.top + 1, vectors = args.hidden / 8;
+  const int stages = args.gate_stages, slots = args.rules.top + 1, vectors = args.hidden / 8;
   Ring ring(reinterpret_cast<unsigned char*>(rows) + rows_bytes + warp * stages * 2 * row_bytes,
             barriers + warp * stages, stages, 2 * row_bytes);
   const uint32_t rows_there = shared_address(barriers + warps * stages);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_c
   __syncthreads();
   wait_for_predecessors();
   // Not before: who starts behind this may count on the first launch having finished.
-  if (!args.plan.late) let_dependents_start();
+  let_dependents_start();
   if (threadIdx.x == blockDim.x - 1) {
     barrier_expect(rows_there, rows_bytes);
     load_bytes(shared_address(rows), args.normed, rows_bytes, rows_there, kEvictLast);
@@ -145,17 +145,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_c
   auto first_row = [&](const Task& task) {
     return 2ll * choice.member[task.member] * args.inner + task.feature;
   };
-  bool told = !args.plan.late || warp > 0;
   auto request = [&](int stage) {
     if (next.number < total) {
       if (lane == 0)
         ring.request<2>(stage, static_cast<const bf16*>(args.gate_up) + first_row(next) * args.hidden,
                         row_bytes, static_cast<long long>(args.inner) * args.hidden);
       advance(next);
-    }
-    if (!told && next.number >= total) {
-      let_dependents_start();
-      told = true;
     }
   };
   for (int stage = 0; stage < stages; ++stage) request(stage);
@@ -190,192 +185,145 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2) few_gate_up(const __grid_c
 
 // ---- 3: down and the sum
 
-// The sum over the warp of value[r] in lanes 32 r / kRows and behind.
-template <int kRows>
-__device__ __forceinline__ float spread_sums(const float (&value)[kRows], int lane) {
-  if constexpr (kRows == 1) {
-    return warp_sum(value[0]);
-  } else {
-    static_assert(kRows == 4);
-    const bool upper = lane & 16, odd = lane & 8;
-    float kept[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      kept[i] = (upper ? value[2 + i] : value[i]) +
-                __shfl_xor_sync(0xFFFFFFFFu, upper ? value[i] : value[2 + i], 16);
-    float sum = (odd ? kept[1] : kept[0]) + __shfl_xor_sync(0xFFFFFFFFu, odd ? kept[0] : kept[1], 8);
-#pragma unroll
-    for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    return sum;
-  }
-}
-
-// A block has some features; a warp has kRows of them at a time, of one expert. What each expert contributes
-// lies in shared memory until it is summed in the order of the token's own choices.
-template <int kRows>
-__global__ void __launch_bounds__(32 * kMostWarps, 2) few_down(const __grid_constant__ FewArguments args) {
+// A warp has kRows features of all tokens at a time: kRows rows of each expert in turn.
+template <int kTokens, int kRows>
+__global__ void __launch_bounds__(32 * kMostWarps, 3) few_down(const __grid_constant__ FewArguments args) {
   extern __shared__ uint4 between[];
   __shared__ alignas(8) uint64_t barriers[kMostWarps * kMostStages + 1];
   __shared__ FewChoice choice;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int top = args.rules.top, slots = top + 1, stages = args.plan.down_stages;
+  const int top = args.rules.top, slots = top + 1, stages = args.down_stages;
   const int between_bytes = args.tokens * slots * args.pitch * 2;
   const int stage_bytes = kRows * args.pitch * 2;
-  unsigned char* memory = reinterpret_cast<unsigned char*>(between) + between_bytes;
-  Ring ring(memory + warp * stages * stage_bytes, barriers + warp * stages, stages, stage_bytes);
-  float* parts = reinterpret_cast<float*>(memory + warps * stages * stage_bytes);
+  Ring ring(reinterpret_cast<unsigned char*>(between) + between_bytes + warp * stages * stage_bytes,
+            barriers + warp * stages, stages, stage_bytes);
   const uint32_t between_there = shared_address(barriers + warps * stages);
   if (threadIdx.x == 0) {
     barrier_init(between_there, 1);
     barrier_init_fence();
   }
-  const int groups = args.hidden / kRows;
-  const int first = groups * static_cast<int>(blockIdx.x) / static_cast<int>(gridDim.x);
-  const int own = groups * static_cast<int>(blockIdx.x + 1) / static_cast<int>(gridDim.x) - first;
-  const int features = own * kRows;
-  const int step_members = warps / own, step_groups = warps - step_members * own;
-  // kRows rows of a member.
-  struct Piece {
-    int number, member, group;
-  };
-  auto advance = [&](Piece& piece) {
-    piece.number += warps;
-    piece.member += step_members;
-    piece.group += step_groups;
-    if (piece.group >= own) {
-      piece.group -= own;
-      ++piece.member;
-    }
-  };
-  Piece piece{warp, warp / own, warp % own}, next = piece;
+  const int units = args.hidden / kRows, step = gridDim.x * warps;
+  const int begin = blockIdx.x + gridDim.x * warp;
   choice.clear();
   __syncthreads();
   // The launch before lets this one start when it has seen the first one's end.
   choice.choose<true>(args);
 
-  const int active = choice.active, members = active + (args.shared_inner > 0), total = members * own;
+  const int active = choice.active, members = active + (args.shared_inner > 0);
   auto width = [&](int member) { return member < active ? args.inner : args.shared_inner; };
-  auto rows_of = [&](const Piece& piece) {
-    const bool routed = piece.member < active;
-    const long long row = static_cast<long long>(first + piece.group) * kRows;
-    return static_cast<const bf16*>(routed ? args.down : args.shared_down) +
-           (routed ? choice.member[piece.member] * static_cast<long long>(args.hidden) + row : row) *
-               width(piece.member);
-  };
+  int next_unit = members > 0 ? begin : units, next_member = 0;
   auto request = [&](int stage) {
-    if (next.number >= total) return;
-    if (lane == 0) ring.request<1>(stage, rows_of(next), kRows * width(next.member) * 2, 0);
-    advance(next);
+    if (next_unit >= units) return;
+    if (lane == 0) {
+      const bool routed = next_member < active;
+      const long long row = static_cast<long long>(next_unit) * kRows +
+                            (routed ? static_cast<long long>(choice.member[next_member]) * args.hidden : 0);
+      const int columns = width(next_member);
+      ring.request<1>(stage, static_cast<const bf16*>(routed ? args.down : args.shared_down) + row * columns,
+                      kRows * columns * 2, 0);
+    }
+    if (++next_member == members) {
+      next_member = 0;
+      next_unit += step;
+    }
   };
   for (int stage = 0; stage < stages; ++stage) request(stage);
-  if (args.plan.ahead)
-    for (Piece more = next; more.number < total; advance(more))
-      if (lane == 0) prefetch_to_l2(rows_of(more), kRows * width(more.member) * 2);
   let_dependents_start();
-  // What the sum of a token's feature begins with, and what it is added to: the launch ahead doesn't change
-  // that.
-  auto feature_of = [&](int place) { return first * kRows + place % features; };
-  auto biased = [&](int place) {
-    float sum = 0.f;
-    if (args.down_bias == nullptr) return sum;
-    const int t = place / features;
-    for (int j = 0; j < top; ++j) {
-      const int expert = choice.expert[t][j];
-      if (expert >= 0)
-        sum = fmaf(choice.weight[t][j],
-                   widen(args.down_bias[static_cast<long long>(expert) * args.hidden + feature_of(place)]),
-                   sum);
-    }
-    return sum;
-  };
-  auto before = [&](int place) {
-    const int t = place / features, feature = feature_of(place);
-    if (args.residual == nullptr) return 0.f;
+  // The launch ahead doesn't change what is read here.
+  auto before = [&](int unit) {
+    const int t = lane / kRows, feature = unit * kRows + lane % kRows;
+    if (t >= args.tokens || args.residual == nullptr) return 0.f;
     const float value = widen(args.residual[t * args.residual_pitch + feature]);
     return args.x == nullptr ? value : rounded(value + widen(args.x[t * args.x_pitch + feature]));
   };
-  const int places = args.tokens * features;
-  float sum = 0.f, stream = 0.f;
-  if (static_cast<int>(threadIdx.x) < places) {
-    sum = biased(threadIdx.x);
-    stream = before(threadIdx.x);
-  }
+  float stream = begin < units ? before(begin) : 0.f;
   wait_for_predecessors();
   if (threadIdx.x == 0) {
     barrier_expect(between_there, between_bytes);
     load_bytes(shared_address(between), args.between, between_bytes, between_there, kEvictLast);
   }
   barrier_wait(between_there, 0);
-  for (; piece.number < total; advance(piece)) {
-    const bool routed = piece.member < active;
-    const int columns = width(piece.member);
-    const int place = piece.group * kRows + lane * kRows / 32;
-    auto slot_of = [&](int t) { return t * slots + (routed ? choice.slot(piece.member, t) : top); };
-    unsigned takers = routed ? choice.takers[piece.member] : (1u << args.tokens) - 1;
-    int slot = slot_of(__ffs(takers) - 1);
-    const unsigned char* stage = ring.wait();
-    while (true) {
-      takers &= takers - 1;
-      float found[kRows] = {};
-      multiply<kRows, 512>(found, stage, between + slot * args.pitch / 8, lane, columns);
-      if (takers == 0) {
-        __syncwarp();
-        request(ring.stage);
+  for (int unit = begin; unit < units; unit += step) {
+    if (unit != begin) stream = before(unit);
+    float sum[kTokens][kRows] = {};
+    if (args.down_bias != nullptr && lane < top) {
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        const int expert = choice.expert[t][lane];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (expert >= 0)
+            sum[t][r] =
+                choice.weight[t][lane] *
+                widen(args.down_bias[static_cast<long long>(expert) * args.hidden + unit * kRows + r]);
       }
-      const float part = spread_sums<kRows>(found, lane);
-      if (lane % (32 / kRows) == 0) parts[slot * features + place] = part;
-      if (takers == 0) break;
-      slot = slot_of(__ffs(takers) - 1);
     }
-    ring.advance();
-  }
-  __syncthreads();
-  for (int place = threadIdx.x; place < places; place += blockDim.x) {
-    const int t = place / features, feature = feature_of(place);
-    if (place != static_cast<int>(threadIdx.x)) {
-      sum = biased(place);
-      stream = before(place);
+    for (int member = 0; member < members; ++member) {
+      const bool routed = member < active;
+      const int columns = width(member);
+      const unsigned takers = routed ? choice.takers[member] : (1u << args.tokens) - 1;
+      const unsigned char* stage = ring.wait();
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        if ((takers >> t & 1) == 0) continue;
+        const int slot = routed ? choice.slot(member, t) : top;
+        float found[kRows] = {};
+        multiply<kRows, 512>(found, stage, between + (t * slots + slot) * args.pitch / 8, lane, columns);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) sum[t][r] = fmaf(choice.weight[t][slot], found[r], sum[t][r]);
+      }
+      __syncwarp();
+      request(ring.stage);
+      ring.advance();
     }
-    const float* part = parts + t * slots * features + place % features;
-    for (int j = 0; j < slots; ++j)
-      if (choice.width(args, t, j) > 0) sum = fmaf(choice.weight[t][j], part[j * features], sum);
-    if (args.residual != nullptr)
-      args.residual[t * args.residual_pitch + feature] =
-          static_cast<bf16>(narrow2(stream + rounded(sum), 0.f));
-    else
-      args.out[static_cast<long long>(t) * args.hidden + feature] = static_cast<bf16>(narrow2(sum, 0.f));
+    float mine = 0.f;
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float total = warp_sum(sum[t][r]);
+        if (lane == t * kRows + r) mine = total;
+      }
+    }
+    const int t = lane / kRows, feature = unit * kRows + lane % kRows;
+    if (t < args.tokens) {
+      if (args.residual != nullptr)
+        args.residual[t * args.residual_pitch + feature] =
+            static_cast<bf16>(narrow2(stream + rounded(mine), 0.f));
+      else
+        args.out[static_cast<long long>(t) * args.hidden + feature] = static_cast<bf16>(narrow2(mine, 0.f));
+    }
   }
 }
 
-// As many of the stages and warps as fit; false if not one does.
+// As many of the warps and of their stages as fit; false if not one does.
 bool fit(int& warps, int& stages, int held, long long stage_bytes) {
-  warps = min(max(warps, 1), kMostWarps);
-  stages = min(max(stages, 1), kMostStages);
   while (warps > 0 && held + warps * stages * stage_bytes > kMemory) --(stages > 1 ? stages : warps);
   return warps > 0;
 }
 
 template <int kTokens>
 cudaError_t run(FewArguments args, int units, int early, cudaStream_t stream) {
-  FewPlan& plan = args.plan;
-  const int rows_bytes = args.tokens * args.hidden * 2, slots = args.rules.top + 1;
-  // Four rows in a stage, unless they are so long that a warp would have too much of down at a time.
-  const int down_rows = args.pitch <= kLongRow ? 4 : 1, groups = args.hidden / down_rows;
-  const int down_blocks = min(units, groups), stage_bytes = down_rows * args.pitch * 2;
-  const int features = (groups + down_blocks - 1) / down_blocks * down_rows;
-  const int held = args.tokens * slots * (args.pitch * 2 + features * 4);
-  if (!fit(plan.gate_warps, plan.gate_stages, rows_bytes, 4 * args.hidden) ||
-      !fit(plan.down_warps, plan.down_stages, held, stage_bytes))
+  const int rows_bytes = args.tokens * args.hidden * 2;
+  const int between_bytes = args.tokens * (args.rules.top + 1) * args.pitch * 2;
+  const int down_rows = args.pitch <= kLongRow ? 2 : 1, down_bytes = down_rows * args.pitch * 2;
+  // At 2,048 columns and 512 a block of the third launch has room beside one of the second.
+  int gate_warps = 8, down_warps = 8;
+  args.gate_stages = 2;
+  args.down_stages = 4;
+  if (!fit(gate_warps, args.gate_stages, rows_bytes, 4 * args.hidden) ||
+      !fit(down_warps, args.down_stages, between_bytes, down_bytes))
     return cudaErrorInvalidValue;
   cudaError_t error = route_few<PlainWeight, kTokens>(args, early, stream);
   if (error != cudaSuccess) return error;
   error = launch(few_gate_up,
-                 {min(units, args.tokens * args.rules.top * args.inner), 32 * plan.gate_warps,
-                  rows_bytes + plan.gate_warps * plan.gate_stages * 4 * args.hidden},
+                 {min(units, args.tokens * args.rules.top * args.inner), 32 * gate_warps,
+                  rows_bytes + gate_warps * args.gate_stages * 4 * args.hidden},
                  args, early, stream);
   if (error != cudaSuccess) return error;
-  return launch(down_rows == 4 ? few_down<4> : few_down<1>,
-                {down_blocks, 32 * plan.down_warps, held + plan.down_warps * plan.down_stages * stage_bytes},
+  return launch(down_rows == 2 ? few_down<kTokens, 2> : few_down<kTokens, 1>,
+                {min(units, args.hidden / down_rows), 32 * down_warps,
+                 between_bytes + down_warps * args.down_stages * down_bytes},
                 args, early, stream);
 }
 
@@ -386,10 +334,7 @@ cudaError_t run(FewArguments args, int units, int early, cudaStream_t stream) {
 // `stream` and does not wait. Unless `early`, each launch begins when the one ahead has finished.
 extern "C" int quickturn_moe_few(const quickturn::FewArguments* args, int units, int early, void* stream) {
   using namespace quickturn;
-  if (!fits_few(*args, kFewTokens, 16)) return cudaErrorInvalidValue;
+  if (!fits_few(*args, 16)) return cudaErrorInvalidValue;
   const auto s = static_cast<cudaStream_t>(stream);
-  return args->tokens == 1   ? run<1>(*args, units, early, s)
-         : args->tokens == 2 ? run<2>(*args, units, early, s)
-         : args->tokens <= 4 ? run<4>(*args, units, early, s)
-                             : run<8>(*args, units, early, s);
+  return args->tokens == 1 ? run<1>(*args, units, early, s) : run<2>(*args, units, early, s);
 }

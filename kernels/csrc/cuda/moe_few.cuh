@@ -10,16 +10,7 @@
 
 namespace quickturn {
 
-constexpr int kFewTokens = 8;
-
-// How the second and the third launch are spread over the machine, where they go through rings. Mirrored by a
-// ctypes structure.
-struct FewPlan {
-  int gate_warps, gate_stages;
-  int down_warps, down_stages;
-  int late;   // the third launch may start when the second has asked for all its weights, not before
-  int ahead;  // the third asks for what its rings have no room for into L2
-};
+constexpr int kFewTokens = 2;
 
 // Mirrored by a ctypes structure.
 struct FewArguments {
@@ -53,7 +44,7 @@ struct FewArguments {
   int oss, wide;
   int prefetch;  // the second launch asks for down into L2 (without rings)
   float eps;
-  FewPlan plan;
+  int gate_stages, down_stages;  // of a warp's ring; the launches' own business
 };
 
 __device__ __forceinline__ uint4 stream_vector(const void* from) {

@@ -23,7 +23,6 @@ namespace {
 using Weight = ScaledWeight;
 
 constexpr int kDownWarps = 16;
-constexpr int kTokensFp8 = 2;
 
 // ---- 2: gate and up of the chosen experts
 
@@ -233,6 +232,6 @@ cudaError_t run(const FewArguments& args, int units, int early, cudaStream_t str
 extern "C" int quickturn_moe_few_fp8(const quickturn::FewArguments* args, int units, int early,
                                      void* stream) {
   using namespace quickturn;
-  if (!fits_few(*args, kTokensFp8, 128)) return cudaErrorInvalidValue;
+  if (!fits_few(*args, 128)) return cudaErrorInvalidValue;
   return run(*args, units, early, static_cast<cudaStream_t>(stream));
 }

@@ -200,7 +200,6 @@ cudaError_t launch(void (*kernel)(FewArguments), const Launch& shape, const FewA
   return cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// Tokens are rounded up to kTokens: 1, 2, 4 or 8.
 template <typename Weight, int kTokens>
 cudaError_t route_few(const FewArguments& args, int early, cudaStream_t stream) {
   const int rows = args.rules.experts + args.shared_inner + (args.shared_gate != nullptr);
@@ -211,8 +210,8 @@ cudaError_t route_few(const FewArguments& args, int early, cudaStream_t stream) 
 }
 
 // What all kernels ask of the sizes.
-inline bool fits_few(const FewArguments& args, int tokens, int unit) {
-  return args.tokens >= 1 && args.tokens <= tokens && args.hidden % unit == 0 && args.inner % 16 == 0 &&
+inline bool fits_few(const FewArguments& args, int unit) {
+  return args.tokens >= 1 && args.tokens <= kFewTokens && args.hidden % unit == 0 && args.inner % 16 == 0 &&
          args.shared_inner % 16 == 0 && args.pitch % 16 == 0 && args.rules.top <= kMaxTop &&
          args.rules.experts <= kMaxExperts;
 }

@@ -123,4 +123,4 @@ if cuda_build.available((9, 0)):
         """Where the sum goes to the stream at no cost."""
         if hopper_mid.takes(experts, router.routing.top_k, shared):
             return FEW_ROWS
-        return hopper_few.most_tokens(experts) if hopper_few.takes(experts, router, shared) else 0
+        return hopper_few.MAX_TOKENS if hopper_few.takes(experts, router, shared) else 0

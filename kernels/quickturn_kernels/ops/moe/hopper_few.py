@@ -19,10 +19,7 @@ from quickturn_kernels.ops.moe.weights import FP8_SIDE, ExpertWeights, Router, S
 from quickturn_kernels.platform import describe
 
 MAX_TOKENS = 2
-"""With more the portable kernels are as fast; at most kFewTokens of csrc/cuda/moe_few.cuh."""
-
-FP8_TOKENS = 2
-"""The same with e4m3 experts; at most kTokensFp8 of csrc/cuda/moe_few_fp8.cu."""
+"""kFewTokens of csrc/cuda/moe_few.cuh: with more other launches are as fast."""
 
 UNIT = 16
 """Sizes are multiples of this."""
@@ -32,8 +29,6 @@ SHARED_MEMORY = 200_000
 
 PREFETCH_TOKENS = 1
 """Up to so many tokens the second halves of their experts fit into L2 beside what else is read."""
-
-PLAN_INTEGERS = ("gate_warps", "gate_stages", "down_warps", "down_stages", "late", "ahead")
 
 _POINTERS = (
     *("x", "residual", "norm", "router", "router_bias", "positions", "gate_up", "down", "gate_up_bias"),
@@ -46,18 +41,6 @@ _INTEGERS = (
 )
 
 
-class Plan(ctypes.Structure):
-    """How the second and third launch are spread over the machine: FewPlan in csrc/cuda/moe_few.cuh."""
-
-    _fields_ = [(name, ctypes.c_int) for name in PLAN_INTEGERS]
-
-
-PLANS = {1: Plan(8, 2, 9, 2), 2: Plan(8, 2, 8, 2), 4: Plan(4, 3, 8, 2, 1), 8: Plan(4, 3, 12, 2, 1)}
-"""By tokens, rounded up: what was fastest on an H200 at 256 experts, top 8, H 2048, I 512. At one or two
-tokens a block of the third launch finds room beside one of the second. Rings that don't fit are made smaller.
-"""
-
-
 class _Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -65,7 +48,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("x_pitch", "residual_pitch")),
         *((name, ctypes.c_int) for name in _INTEGERS),
         ("eps", ctypes.c_float),
-        ("plan", Plan),
+        *((name, ctypes.c_int) for name in ("gate_stages", "down_stages")),
     ]
 
 
@@ -112,16 +95,11 @@ def _takes_shared(shared: SharedExpert, fp8: bool) -> bool:
     )
 
 
-def most_tokens(experts: ExpertWeights) -> int:
-    """Up to how many tokens these launches are faster than the portable kernels."""
-    return FP8_TOKENS if experts.layout == FP8_BLOCK else MAX_TOKENS
-
-
 def takes_rows(x: Tensor, experts: ExpertWeights, router: Router, shared: SharedExpert | None) -> bool:
     """Whether so many tokens fit, and these rows can be read 16 bytes at a time."""
     tokens = x.shape[0]
     return (
-        0 < tokens <= most_tokens(experts)
+        0 < tokens <= MAX_TOKENS
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
         and x.stride(0) % 8 == 0
@@ -132,19 +110,10 @@ def takes_rows(x: Tensor, experts: ExpertWeights, router: Router, shared: Shared
 
 def _fits(tokens: int, slots: int, experts: ExpertWeights, pitch: int) -> bool:
     """Whether a block of each launch has room."""
-    held = 2 * tokens * slots * pitch
+    between = 2 * tokens * slots * pitch
     if experts.layout == FP8_BLOCK:
-        return held <= SHARED_MEMORY
-    units = max(describe(experts.down.device).units, 1)
-    # The rows of down of a block, at most, and what the experts contribute to them.
-    parts = 4 * tokens * slots * (experts.hidden // units + 4)
-    route = (2 * _rounded(tokens) + 4) * experts.hidden
-    gate = (2 * tokens + 4) * experts.hidden
-    return max(route, gate, held + parts + 8 * max(pitch, 2048)) <= SHARED_MEMORY
-
-
-def _rounded(tokens: int) -> int:
-    return 1 << (tokens - 1).bit_length()
+        return between <= SHARED_MEMORY
+    return max((2 * tokens + 4) * experts.hidden, between + 4 * max(pitch, 2048)) <= SHARED_MEMORY
 
 
 def takes_norm(weight: Tensor) -> bool:
@@ -165,13 +134,11 @@ def launch(
     stream: Stream | None = None,
     *,
     early: bool = True,
-    plan: Plan | None = None,
 ) -> Tensor:
     """The layer's result [T, H], of x. With `stream`, x is added to it, the layer's input is its norm, the
     result is added, too, and the stream is returned.
 
-    early: launches start before those ahead have finished. plan: another one than that for so many tokens;
-    e4m3 experts have none. Raises RuntimeError if one fails.
+    early: launches start before those ahead have finished. Raises RuntimeError if one fails.
     """
     rows = x if stream is None else stream.residual
     assert rows is not None
@@ -223,7 +190,6 @@ def launch(
         wide=stream is not None and stream.norm.dtype == torch.float32,
         prefetch=tokens <= PREFETCH_TOKENS,
         eps=0.0 if stream is None else stream.eps,
-        plan=plan or PLANS[_rounded(tokens)],
     )
     code = _function(device, experts.layout == FP8_BLOCK)(
         ctypes.byref(arguments),
