@@ -37,7 +37,6 @@ constexpr double kFarAbove = 1.4;
 // So many of the last ones may be later than the margin: one in a hundred of all steps, when as many again
 // are late by more than any margin would hold. While fewer were seen than that, the margin is careful.
 constexpr std::size_t kMayBeLate = 1;
-constexpr std::size_t kFewSeen = 24;
 constexpr double kMostMargin = 1.3;
 
 }  // namespace
@@ -177,6 +176,7 @@ void StepModel::learn(const StepLoad& load, double seconds) {
   } else if (prompts) {
     learn_prompts(load, believed);
   } else {
+    if (known) decodes_late_.note(seconds / expected);
     learn_decodes(load, known ? unless_alone(believed, expected) : believed);
   }
 }
@@ -224,6 +224,12 @@ void StepModel::learn_mixed(const StepLoad& load, double seconds, double expecte
   own.cost.learn(load, std::max(0.0, seconds - decodes(load)), seconds);
 }
 
+double StepModel::margin(bool recorded) const {
+  const Lateness& own = beside(recorded).late;
+  // Steps of decoding rows are late by what the machine does to any step.
+  return own.knows() ? own.margin() : std::max(own.margin(), decodes_late_.margin());
+}
+
 void Lateness::note(double ratio) {
   // No piece of a prompt is small enough for what comes later than that.
   if (ratio > kMostMargin) return;
@@ -231,7 +237,7 @@ void Lateness::note(double ratio) {
   std::array<float, kLast> sorted = ratios_;
   std::nth_element(sorted.begin(), sorted.begin() + kMayBeLate, sorted.end(), std::greater<>());
   const double found = std::max(1.0, static_cast<double>(sorted[kMayBeLate]));
-  margin_ = seen_ < kFewSeen ? std::max(found, kCareful) : found;
+  margin_ = knows() ? found : std::max(found, kCareful);
 }
 
 }  // namespace quickturn::control

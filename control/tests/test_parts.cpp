@@ -215,6 +215,11 @@ TEST_CASE("the step model allows for how late steps are, now and then by much") 
   // ... nor what nobody could have held.
   CHECK(margin_of([](int i) { return i % 30 == 7 ? 1.9 : 1.0; }) < 1.06);
   CHECK(StepModel().margin(false) > 1.1);
+  // At first, what the machine does to decoding rows alone.
+  StepModel shaken;
+  for (int i = 0; i < 100; ++i) shaken.learn({1, 1000, 0, 0, 0}, i % 10 == 9 ? 0.0125 : 0.0100);
+  CHECK(shaken.margin(false) > 1.2);
+  CHECK(shaken.margin(true) > 1.2);
 }
 
 TEST_CASE("what was seen before is the longest known prefix") {

@@ -79,9 +79,11 @@ class Lateness {
   void note(double ratio);
   // Few steps are later than that; some that nobody could have held are left out.
   double margin() const { return margin_; }
+  bool knows() const { return seen_ >= kFew; }
 
  private:
   static constexpr std::size_t kLast = 256;
+  static constexpr std::size_t kFew = 24;
 
   std::array<float, kLast> ratios_{};
   std::size_t seen_ = 0;
@@ -101,7 +103,7 @@ class StepModel {
   // The most prompt tokens that were measured beside decoding rows, in recorded steps or in others.
   double most_beside(bool recorded) const { return beside(recorded).cost.most(); }
   // Of a hundred such steps, no more than one should take longer than this times what was predicted.
-  double margin(bool recorded) const { return beside(recorded).late.margin(); }
+  double margin(bool recorded) const;
   // Seconds that one more prompt token takes in a large step.
   double seconds_per_token() const;
 
@@ -134,6 +136,7 @@ class StepModel {
 
   TimeCurve decode_;
   TimeCurve alone_;
+  Lateness decodes_late_;
   std::array<Beside, 2> beside_;  // launched kernel by kernel, recorded
   Slope per_decode_context_{4096.0};
   Slope per_work_{4096.0 * 256.0};
