@@ -36,3 +36,25 @@ def test_waiting_for_a_slot_is_not_the_promise() -> None:
     stats = sim.scheduler.stats()
     assert stats["requests_waiting"] == 6
     assert stats["requests_held_by_promise"] == 0
+
+
+def test_one_slow_step_of_two_users_keeps_nobody_out() -> None:
+    """A stall in the first step with two rows says nothing about the ones after it."""
+    stalled = False
+
+    def seconds(plan: qc.StepPlan) -> float:
+        nonlocal stalled
+        stalls = plan.num_decode_rows == 2 and not stalled
+        stalled = stalled or stalls
+        return 1.0 if stalls else 0.01 + 1e-3 * plan.num_decode_rows
+
+    sim = Sim(200, [FULL], seconds=seconds, policy=qc.Policy(min_tps_per_user=30.0))
+    sim.add(prompt(100, 0), 1 << 20)
+    for number in range(1, 4):
+        for _ in range(20):
+            sim.step()
+        another = sim.add(prompt(100, number), 2)
+        for _ in range(40):
+            sim.step()
+        assert another in sim.ended, "nobody is let in"
+    assert stalled
