@@ -23,7 +23,7 @@ import torch
 
 from quickturn.execution.batch import DeviceBatch, StepRows, decode_arrays, mixed_arrays, prompt_arrays
 from quickturn.execution.mixed import MixedSize, mixed_size_for, mixed_sizes
-from quickturn.execution.recording import RecordedStep, record
+from quickturn.execution.recording import RecordedStep, nothing_collected, record
 from quickturn.execution.sampler import greedy
 from quickturn.execution.upload import upload_together
 from quickturn.models.base import Model
@@ -89,6 +89,7 @@ class StepGraphs:
             arrays = mixed_arrays(none, size.rows, batch.padding_slot)
             self._mixed_step(size, upload_together(arrays, self._device))
 
+    @nothing_collected()
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None], agree: Callable[[int], int]) -> int:
         """Record every bucket, the largest first so that the others share its memory; then as many mixed

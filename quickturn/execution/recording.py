@@ -1,6 +1,8 @@
 """Recording a step as a CUDA graph that reads one small static buffer."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,21 @@ class RecordedStep:
         packed = self.bundle.pack(arrays)
         self.inputs.copy_(host_tensor(packed, self.inputs.device), non_blocking=True)
         self.graph.replay()
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile, and none is left over in cycles: an engine that is gone may still have
+    its graphs, and the destruction of a graph breaks off a recording.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def record(

@@ -27,9 +27,17 @@ def checkpoint(checkpoints: Checkpoints, family: str) -> Checkpoint:
 
 
 def assert_same(
-    checkpoint: Checkpoint, dtype: str, prompt: list[int], got: list[int], expected: list[int], what: str
+    checkpoint: Checkpoint,
+    dtype: str,
+    prompt: list[int],
+    got: list[int],
+    expected: list[int],
+    what: str,
+    level: float | None = None,
 ) -> bool:
-    """Equal, or parted at a token where both were level in the engine's logits; whether they are equal."""
+    """Equal, or parted at a token where both were level in the engine's logits; whether they are equal.
+    `level`: how far apart log-probabilities may be for that; by default that of the dtype.
+    """
     assert len(got) == len(expected), what
     if got == expected:
         return True
@@ -40,7 +48,7 @@ def assert_same(
     top = dict(details.top)
     for token in (got[at], expected[at]):
         behind = details.top[0][1] - top.get(token, -np.inf)
-        assert behind <= LEVEL[dtype], f"{what}: token {at} is {token}, {behind} behind the best"
+        assert behind <= (level or LEVEL[dtype]), f"{what}: token {at} is {token}, {behind} behind the best"
     return False
 
 

@@ -1,5 +1,8 @@
 """Steps as graphs replay them, run eagerly: padding, buckets and what lies behind the end of a prompt."""
 
+import gc
+from typing import Any
+
 import numpy as np
 import pytest
 from driving import Checkpoints, Driver, assert_greedy, random_prompts
@@ -48,3 +51,31 @@ def test_prompts_beside_each_other_are_not_recorded_steps(
     for id, prompt in zip(ids, prompts, strict=True):
         assert_greedy(checkpoints("qwen3").reference, prompt, driver.answers[id].tokens, 5)
     assert all(step.replays == 1 for step in steps.values())
+
+
+def test_no_garbage_is_collected_while_steps_are_recorded(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs of an engine that is gone may be in a cycle, and destroying one breaks off a recording: what
+    is left over goes first.
+    """
+    record_eagerly(monkeypatch)
+    runner = checkpoints("qwen3").driver(graphs=False).core._runner
+    record, collect = graphs.record, gc.collect
+    happened: list[str] = []
+
+    def recorded(*arguments: Any) -> object:
+        assert not gc.isenabled()
+        happened.append("recorded")
+        return record(*arguments)
+
+    def collected(*arguments: Any) -> int:
+        happened.append("collected")
+        return collect(*arguments)
+
+    monkeypatch.setattr(graphs, "record", recorded)
+    monkeypatch.setattr(gc, "collect", collected)
+    runner.capture_graphs(64, lambda done, total: None)
+    assert happened[:2] == ["collected", "recorded"]
+    assert set(happened[1:]) == {"recorded"}
+    assert gc.isenabled()
