@@ -22,6 +22,9 @@ constexpr double kPaidBack = 0.9;
 constexpr double kJust = 1.02;
 // Pieces that are nearly as fast go before a pause.
 constexpr double kWorthPausing = 2.0;
+// Where steps come to leave next to nothing, what users are behind by is forgotten after so many pauses'
+// time: nobody starves.
+constexpr std::int32_t kForgotten = 2;
 
 }  // namespace
 
@@ -44,15 +47,16 @@ double Scheduler::pause_with(std::int32_t tokens) const {
   return least;
 }
 
-Scheduler::Allowance Scheduler::with_pauses(Allowance piece) const {
-  if (config_.policy.max_pause <= 0.0 || building_->rows.empty()) return piece;
-  if (!decodes_are_known() || model_.seconds_per_token() <= 0.0) return piece;
+Scheduler::Allowance Scheduler::with_pauses(const Allowance& allowed) const {
+  if (config_.policy.max_pause <= 0.0 || building_->rows.empty()) return allowed;
+  if (!decodes_are_known() || model_.seconds_per_token() <= 0.0) return allowed;
   const double decode_time = model_.predict(building_->load);
   const double limit = step_limit(decode_time);
   const double spare = limit - decode_time;
   const std::int32_t most = config_.max_step_tokens - draft_->num_tokens;
-  if (spare <= 0.0 || piece.tokens >= most) return piece;
+  if (spare <= 0.0 || allowed.tokens >= most) return allowed;
   // A piece that is allowed on average only would be a pause for little.
+  Allowance piece = allowed;
   if (piece.tokens > 0 && time_with(piece.tokens, piece.one_prompt) > kJust * limit) piece = {};
 
   const double longest =
@@ -63,7 +67,7 @@ Scheduler::Allowance Scheduler::with_pauses(Allowance piece) const {
     tokens -= std::max(1, tokens / 8);
     pause = pause_with(tokens);
   }
-  if (tokens <= piece.tokens) return piece;
+  if (tokens <= piece.tokens) return allowed;
 
   const double steps_to_pay = std::ceil(pause_debt_ / spare);
   const double wait = std::max<double>(steps_to_pay, config_.policy.pause_every - pause_credit_);
@@ -86,6 +90,8 @@ void Scheduler::note_pause(const Allowance& allowed) {
   const bool pause = allowed.pause > 0.0 && load.prompt_tokens > 0;
   counters_.pauses += pause ? 1 : 0;
   pause_credit_ = std::min(pause_credit_ + 1, kMostSaved * every) - (pause ? every : 0);
+  pause_age_ = pause ? 0 : pause_age_ + 1;
+  if (!pause && pause_age_ >= kForgotten * every) pause_debt_ = 0.0;
   if (!pause && pause_debt_ <= 0.0) return;
   StepLoad decodes = load;
   decodes.prompt_tokens = decodes.prompt_context = decodes.prompt_work = 0.0;

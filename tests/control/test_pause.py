@@ -118,3 +118,27 @@ def test_no_pauses_unless_allowed(seed: int) -> None:
     assert np.quantile(beside.gaps, 0.95) <= 1.3 / TPS
     with pytest.raises(ValueError, match="must not be negative"):
         machine(mixture, seed, max_pause=-1.0)
+
+
+@pytest.mark.parametrize("every", [16, 128])
+def test_nobody_starves_where_no_pause_is_short_enough(seed: int, every: int) -> None:
+    """Decoding leaves so little that no long step could be made up for: pieces come as without pauses."""
+    readers = 16
+
+    def promised(rows: int) -> float:
+        return 1 / (1.01 * (9.0e-3 + 1.25e-4 * (rows - 16) + 5e-9 * rows * 6000))
+
+    noise = noisy(mixture, Random(seed), 0.002, stalls=0.0)
+    policy = qc.Policy(min_tps_per_user=promised(readers + 3), max_pause=0.15, pause_every=every)
+    sim = Sim(4000, [FULL, STATE], seconds=noise, max_step_tokens=8192, recorded=RECORDED, policy=policy)
+    sim.answer(prompt(9000, seed), 1)
+    for reader in range(readers):
+        sim.add(prompt(300, seed + 1 + reader), 6000)
+    while len([times for times in sim.token_times.values() if len(times) > 20]) < readers:
+        sim.step()
+    newcomer = sim.add(prompt(600, seed + 99))
+    for _ in range(3000):
+        sim.step()
+        if newcomer in sim.token_times:
+            return
+    raise AssertionError(f"no first token after 3,000 steps: {sim.scheduler.stats()}")

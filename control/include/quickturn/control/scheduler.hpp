@@ -240,7 +240,7 @@ class Scheduler {
 
   // pause.cpp
   // What promise.cpp allows, or more, or nothing if more in a later step brings prompts on faster.
-  Allowance with_pauses(Allowance piece) const;
+  Allowance with_pauses(const Allowance& allowed) const;
   // Seconds of this step with so many prompt tokens, of several prompts.
   double pause_with(std::int32_t tokens) const;
   void note_pause(const Allowance& allowed);
@@ -295,6 +295,7 @@ class Scheduler {
   std::int32_t larger_prompts_ = 0;  // steps in a row of them, with more prompt tokens than the least
   std::int64_t pieces_ = 0;          // of prompts beside decoding rows
   std::int32_t pause_credit_ = 0;    // steps of decoding rows, less what pauses cost
+  std::int32_t pause_age_ = 0;       // of them since the last pause
   double pause_debt_ = 0.0;          // seconds that users are behind what is promised
   double lone_decodes_ = 0.0;        // tokens of the last step of decoding rows alone
 
