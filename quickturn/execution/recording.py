@@ -40,8 +40,8 @@ class RecordedStep:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """No garbage is collected meanwhile, and none is left over in cycles: an engine that is gone may still have
-    its graphs, and the destruction of a graph breaks off a recording.
+    """No garbage is collected meanwhile, and none is left over in cycles: an engine that is gone may still
+    have its graphs, and the destruction of a graph breaks off a recording.
     """
     gc.collect()
     enabled = gc.isenabled()
