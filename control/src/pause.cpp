@@ -90,8 +90,9 @@ void Scheduler::note_pause(const Allowance& allowed) {
   const bool pause = allowed.pause > 0.0 && load.prompt_tokens > 0;
   counters_.pauses += pause ? 1 : 0;
   pause_credit_ = std::min(pause_credit_ + 1, kMostSaved * every) - (pause ? every : 0);
-  pause_age_ = pause ? 0 : pause_age_ + 1;
-  if (!pause && pause_age_ >= kForgotten * every) pause_debt_ = 0.0;
+  building_->load.pause = pause ? allowed.pause : 0.0;
+  pause_age_ = pause ? 0 : std::min(pause_age_ + 1, kForgotten * every);
+  if (!pause && pause_age_ == kForgotten * every) pause_debt_ = 0.0;
   if (!pause && pause_debt_ <= 0.0) return;
   StepLoad decodes = load;
   decodes.prompt_tokens = decodes.prompt_context = decodes.prompt_work = 0.0;

@@ -60,11 +60,12 @@ double Scheduler::step_limit(double decode_time) const {
 }
 
 void Scheduler::note_between() {
-  // Of one plan to the next, what no step took. Somebody who had nothing to do is told by how long it was.
+  // Of one plan to the next, what no step took, while somebody was being answered.
   const double whole = now_ - std::exchange(planned_at_, now_);
   const double spent = std::exchange(spent_, 0.0);
   const double most = kMostBetween * spent;
-  if (spent > 0.0) between_ += kBetweenRate * (std::clamp(whole - spent, -most, most) - between_);
+  if (spent > 0.0 && !decoding_.empty())
+    between_ += kBetweenRate * (std::clamp(whole - spent, -most, most) - between_);
 }
 
 bool Scheduler::decodes_are_known() const {
@@ -115,7 +116,8 @@ Scheduler::Allowance Scheduler::prefill_budget() const {
   if (limit >= kNoLimit) return {most};
   if (!decodes_are_known() && starved_steps_ + 1 < kStarvedSteps) return {0};
   const std::int32_t others = draft_->num_tokens;
-  if (recorded_.most(others) == 0) {
+  // A prompt whose tokens are scored is launched kernel by kernel.
+  if (recorded_.most(others) == 0 || next_prompt().fresh) {
     const std::int32_t tokens = in_one_step(decode_time, limit, false);
     return {tokens > 0 ? tokens : over_several_steps(decode_time, limit, false)};
   }
@@ -195,6 +197,7 @@ std::int32_t Scheduler::over_several_steps(double decode_time, double limit, boo
 std::int32_t Scheduler::left_to_prefill(std::int32_t enough) const {
   std::int32_t left = 0;
   for (const Request* request : prefilling_) {
+    if (request->loads > 0) continue;
     left += request->known - request->planned;
     if (left > enough) break;
   }
@@ -206,8 +209,8 @@ void Scheduler::note_prefills(std::int32_t budget) {
   if (load.decode_tokens > 0 && load.prompt_tokens > 0) {
     const auto others = static_cast<std::int32_t>(load.decode_tokens);
     const auto tokens = static_cast<std::int32_t>(load.prompt_tokens);
-    load.recorded =
-        draft_->num_rows() == draft_->num_decode_rows + 1 && recorded_.tokens_for(others, tokens) > 0;
+    load.recorded = draft_->num_rows() == draft_->num_decode_rows + 1 &&
+                    !building_->rows.back().request->fresh && recorded_.tokens_for(others, tokens) > 0;
     load.prompt_tokens = padded(tokens, load.recorded);
   }
   if (load.decode_tokens > 0 && load.prompt_tokens == 0) {
@@ -218,7 +221,7 @@ void Scheduler::note_prefills(std::int32_t budget) {
     ++pieces_;
     larger_prompts_ = load.prompt_tokens < 2 * kTile ? 0 : larger_prompts_ + 1;
   }
-  starved_steps_ = budget > 0 ? 0 : starved_steps_ + 1;
+  starved_steps_ = budget > 0 ? 0 : std::min(starved_steps_ + 1, kDecodesKnownFor);
 }
 
 }  // namespace quickturn::control

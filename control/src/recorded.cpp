@@ -22,7 +22,7 @@ std::int32_t RecordedSteps::tokens_for(std::int32_t rows, std::int32_t prompt) c
 std::int32_t RecordedSteps::fill(std::int32_t rows, std::int32_t tokens) const {
   std::int32_t best = 0;
   each_room(rows, [&](std::int32_t room) {
-    if (best == 0 || room <= tokens) best = room;
+    if (best == 0 || (room <= tokens && room > best)) best = room;
   });
   return best;
 }

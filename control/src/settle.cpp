@@ -83,6 +83,11 @@ void Scheduler::learn(const StepLoad& load, double elapsed_us) {
   last_measured_ = elapsed_us * 1e-6;
   spent_ += last_measured_;
   model_.learn(load, last_measured_);
+  // Users are behind by what a pause took, not by what was expected of it; but a compile is none of theirs.
+  if (load.pause > 0.0) {
+    const double more = std::min(last_measured_, 2 * load.pause) - load.pause;
+    pause_debt_ = std::max(0.0, pause_debt_ + more);
+  }
 }
 
 void Scheduler::settle_row(const Row& row, std::span<const std::int32_t> tokens, Applied& applied) {

@@ -148,8 +148,9 @@ TEST_CASE("pieces of prompts find the recorded steps that hold them") {
   for (const std::int32_t tokens : {64, 16, 32})
     for (const std::int32_t rows : {8, 1, 4}) steps.push_back({rows, tokens});
   steps.push_back({8, 128});
+  steps.push_back({32, 48});  // recording ended before those of fewer rows
   const RecordedSteps recorded(steps);
-  for (std::int32_t rows = 1; rows <= 9; ++rows) {
+  for (const std::int32_t rows : {1, 2, 3, 4, 5, 8, 9, 32, 33}) {
     for (std::int32_t tokens = 0; tokens <= 140; ++tokens) {
       CAPTURE(rows);
       CAPTURE(tokens);
@@ -157,15 +158,16 @@ TEST_CASE("pieces of prompts find the recorded steps that hold them") {
       std::map<std::int32_t, std::int32_t> rooms;
       for (const auto& step : steps)
         if (step.rows >= rows) rooms[step.tokens] = std::max(rooms[step.tokens], step.tokens - step.rows);
-      std::int32_t fill = rooms.empty() ? 0 : rooms.begin()->second;
+      const std::int32_t first = rooms.empty() ? 0 : rooms.begin()->second;
+      std::int32_t fill = 0;
       std::int32_t next = 0;
       std::int32_t held = 0;
       for (const auto& [in_all, room] : rooms) {
-        if (room <= tokens) fill = room;
+        if (room <= tokens) fill = std::max(fill, room);
         if (next <= tokens) next = room;
         if (held == 0 && room >= tokens) held = in_all;
       }
-      CHECK(recorded.fill(rows, tokens) == fill);
+      CHECK(recorded.fill(rows, tokens) == (fill > 0 ? fill : first));
       CHECK(recorded.next(rows, tokens) == next);
       CHECK(recorded.tokens_for(rows, tokens) == held);
     }

@@ -79,7 +79,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run the smallest and the largest step of either kind on padding, as they would be recorded."""
+        """Run the smallest and the largest step of each kind on padding, as they would be recorded."""
         batch, none = self._batch, self._batch.no_rows()
         for rows in sorted({1, batch.max_requests}):
             self._decode_step(upload_together(decode_arrays(none, rows, batch.padding_slot), self._device))
@@ -93,7 +93,7 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None], agree: Callable[[int], int]) -> int:
         """Record every bucket, the largest first so that the others share its memory; then as many mixed
-        steps as there is time for. Returns how many there was none for.
+        steps as there is time for, those that save most first. Returns how many there was none for.
         """
         batch, none = self._batch, self._batch.no_rows()
         sizes = buckets(batch.max_requests)

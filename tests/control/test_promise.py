@@ -257,3 +257,34 @@ def test_decoding_alone_is_measured_now_and_then(seed: int) -> None:
         longest = max(longest, current)
     assert longest <= 64
     assert np.count_nonzero(beside.chunks) > 30
+
+
+def test_scored_prompts_say_nothing_of_recorded_steps(seed: int) -> None:
+    """They are launched kernel by kernel, whatever is recorded: others get pieces as large as before."""
+    recorded, launched = recorded_gpu(RECORDED), recorded_gpu([])
+    scored: list[int] = []
+
+    def clock(plan: qc.StepPlan) -> float:
+        slots = {slot for number, slot in sim.slot_of.items() if number in scored}
+        prompts = set(plan.slots[plan.num_decode_rows :].tolist())
+        return launched(plan) + 0.03 if slots & prompts else recorded(plan)
+
+    sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED)
+    sim.answer(prompt(2048, seed), 1)
+    reader = sim.add(prompt(512, seed + 1), 1 << 20)
+    while len(sim.token_times.get(reader, [])) < 60:
+        sim.step()
+
+    def pieces(**options: Any) -> list[int]:
+        first = len(sim.plans)
+        number = sim.add(prompt(4000, seed + 2 + first), **options)
+        if options:
+            scored.append(number)
+        while number not in sim.token_times:
+            sim.step()
+        taken = [plan.num_tokens - plan.num_decode_rows for plan in sim.plans[first:]]
+        return [tokens for tokens in taken if tokens]
+
+    before = pieces()
+    pieces(fresh=True)
+    assert max(before) / 2 <= max(pieces()[:4]) <= 2 * max(before)

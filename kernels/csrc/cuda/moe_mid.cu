@@ -61,7 +61,8 @@ __device__ __forceinline__ void choose_and_sort(const MidSort& args, SortMemory&
   if (threadIdx.x < kMembers) memory.takers[threadIdx.x] = 0;
   __syncthreads();
   for (int token = warp; token < args.tokens; token += kSortWarps) {
-    const bool real = args.positions == nullptr || args.positions[token] >= 0;
+    // Not kept in L1: the first round comes ahead of the wait.
+    const bool real = args.positions == nullptr || __ldcg(args.positions + token) >= 0;
     float weight = 0.f;
     int expert = -1;
     if (args.logits != nullptr) {
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine(const __grid_constant
   __shared__ float partial[kCombineWarps];
   const long long token = blockIdx.x;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, vectors = args.hidden / 8;
-  const bool shared = args.shared != nullptr && (args.positions == nullptr || args.positions[token] >= 0);
+  const bool shared =
+      args.shared != nullptr && (args.positions == nullptr || __ldcg(args.positions + token) >= 0);
   let_dependents_start();
   float sum = 0.f;
   if (shared && args.gate != nullptr) {

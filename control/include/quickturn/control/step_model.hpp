@@ -26,6 +26,7 @@ struct StepLoad {
   double prompt_context = 0;  // cached tokens that prompts' rows read
   double prompt_work = 0;     // sum over prompts' rows of tokens x (context + tokens / 2)
   bool recorded = false;      // one prompt's piece beside decoding rows, padded to a recorded step
+  double pause = 0;           // seconds expected of a step that is longer than promised; 0: of others
 };
 
 class TimeCurve {
