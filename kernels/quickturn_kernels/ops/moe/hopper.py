@@ -36,8 +36,8 @@ if cuda_build.available((9, 0)):
     def moe(
         x: Tensor, experts: ExpertWeights, weights: Tensor, chosen: Tensor, shared: SharedExpert | None
     ) -> Tensor:
-        """See `quickturn_kernels.moe`. Up to 64 tokens by `hopper_mid`; above, Triton's products below 48 tokens
-        an expert on average; tiles by T * k / E.
+        """See `quickturn_kernels.moe`. Up to 64 tokens by `hopper_mid`; above, Triton's products below 48
+        tokens an expert on average; tiles by T * k / E.
         """
         if hopper_mid.takes_rows(x) and hopper_mid.takes(experts, chosen.shape[1], shared):
             given = weights.contiguous(), chosen.contiguous()
