@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "attention_decode.cuh"
+#include "dependent_launch.cuh"
 #include "tensor_map.h"
 
 namespace quickturn {
@@ -394,23 +395,10 @@ cudaError_t launch(DecodeArguments args, long long cache_blocks, int blocks, int
   if (args.stages < kMinStages) return cudaErrorInvalidValue;
   if constexpr (Cache::kFp8) args.scale_log2 /= Cache::kQueryScale;
   const auto kernel = decode<Cache, kFresh>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  // As in linear.cu: kernels that are to overlap need the same division of L1 and shared memory.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel, shared);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads<Cache>);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, k_map, v_map, args);
+  return launch_dependent(kernel, {dim3(blocks), kThreads<Cache>, shared}, early != 0, stream, k_map, v_map,
+                          args);
 }
 
 template <template <typename, int> typename Cache, typename Type>

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "few_rows.cuh"
 #include "tensor_map.h"
 
@@ -90,13 +91,7 @@ inline bool arrange(Launch& launch, const Product2d& what, const LinearPlan& pla
 template <Fold kFold>
 cudaError_t start(const Launch& launch, const Source<kFold>& source, Kernel<kFold> kernel,
                   const LinearPlan& plan, void* stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared);
-  // A multiprocessor must be idle to change its division of L1 and shared memory: kernels that are to overlap
-  // need the same.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel, launch.shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   int count = 0;

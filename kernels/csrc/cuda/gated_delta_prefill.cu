@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include "attention_prefill_products.cuh"
+#include "dependent_launch.cuh"
 #include "gated_delta_prefill.cuh"
 #include "hopper.cuh"
 #include "tensor_map.h"
@@ -377,17 +378,8 @@ cudaError_t launch(const GatedDeltaScanArguments& args, const Maps& maps, cudaSt
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
   // Dependent on the preparation, which was not: what came before that is complete when this starts.
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(2 / kGroups, args.heads, args.rows);
-  config.blockDim = dim3(kThreads<kGroups>);
-  config.dynamicSmemBytes = kShared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args, maps);
+  return launch_dependent(kernel, {dim3(2 / kGroups, args.heads, args.rows), kThreads<kGroups>, kShared},
+                          true, stream, args, maps);
 }
 
 }  // namespace

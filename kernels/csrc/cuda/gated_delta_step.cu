@@ -4,6 +4,7 @@
 // convolution's state may be written only when all of them have read it, and a head's norm needs all columns.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "gated_delta_step.cuh"
 #include "hopper.cuh"
 #include "warp_mma.cuh"
@@ -266,10 +267,7 @@ __global__ void __launch_bounds__(kThreads) gated_delta_step(const GatedDeltaSte
 template <typename State, int kColumns, int kThreads>
 cudaError_t launch(const GatedDeltaStepArguments& args, cudaStream_t stream) {
   const auto kernel = gated_delta_step<State, kColumns, kThreads>;
-  // As in linear.cu: a different division of the multiprocessor's memory would keep the product behind from
-  // starting early.
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -4,6 +4,7 @@
 // this one is computed.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "gated_delta_step.cuh"
 #include "hopper.cuh"
 #include "warp_mma.cuh"
@@ -334,17 +335,7 @@ cudaError_t launch(const GatedDeltaStepArguments& args, int blocks, cudaStream_t
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads + 64);
-  config.dynamicSmemBytes = kShared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_dependent(kernel, {dim3(blocks), kThreads + 64, kShared}, true, stream, args);
 }
 
 template <typename State>

@@ -11,6 +11,7 @@
 // `permute_columns` in ops/linear/hopper_fp8.py.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "hopper.cuh"
 #include "scalars.cuh"
 #include "tensor_map.h"
@@ -498,11 +499,7 @@ extern "C" int quickturn_linear_fp8_few_rows(const void* x, long long x_pitch, c
   const Kernel kernel = half ? pick<Half>(padded, plan->tile_rows) : pick<Bfloat>(padded, plan->tile_rows);
   const int behind = one_tile ? sums_bytes - ring_bytes : sums_bytes;
   const int shared = 1024 + ring_bytes + (behind > overread ? behind : overread);
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  // As in linear.cu: kernels that are to overlap need the same division of L1 and shared memory.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2];
   int count = 0;

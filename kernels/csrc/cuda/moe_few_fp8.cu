@@ -217,11 +217,11 @@ cudaError_t run(const FewArguments& args, int units, int early, cudaStream_t str
   const int most = args.tokens * args.rules.top * args.inner;
   const int blocks = min(2 * units, (most + kWarps - 1) / kWarps);
   const auto gate_up = args.hidden <= Pair::kColumns ? few_gate_up<true> : few_gate_up<false>;
-  error = launch(gate_up, {blocks, 32 * kWarps, args.tokens * row_bytes}, args, early, stream);
+  error = launch(gate_up, {dim3(blocks), 32 * kWarps, args.tokens * row_bytes}, args, early, stream);
   if (error != cudaSuccess) return error;
   const int down_blocks = min(units, (args.hidden + kDownWarps - 1) / kDownWarps);
   const int shared = args.tokens * (args.rules.top + 1) * args.pitch * 2;
-  return launch(pick_down(args.pitch), {down_blocks, 32 * kDownWarps, shared}, args, early, stream);
+  return launch(pick_down(args.pitch), {dim3(down_blocks), 32 * kDownWarps, shared}, args, early, stream);
 }
 
 }  // namespace

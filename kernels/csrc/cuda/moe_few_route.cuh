@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "hopper.cuh"
 #include "moe_activation.cuh"
 #include "moe_few.cuh"
@@ -175,29 +176,10 @@ __global__ void __launch_bounds__(32 * kWarps) few_route(const __grid_constant__
   }
 }
 
-struct Launch {
-  int blocks, threads, shared;
-};
-
-cudaError_t launch(void (*kernel)(FewArguments), const Launch& shape, const FewArguments& args, int early,
-                   cudaStream_t stream) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared);
-  // As in linear.cu: a different division of the multiprocessor's memory would keep neighbours apart.
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                 cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.blocks);
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+cudaError_t launch(void (*kernel)(FewArguments), const LaunchShape& shape, const FewArguments& args,
+                   int early, cudaStream_t stream) {
+  const cudaError_t error = divide_memory(kernel, shape.shared);
+  return error != cudaSuccess ? error : launch_dependent(kernel, shape, early != 0, stream, args);
 }
 
 template <typename Weight, int kTokens>
@@ -205,8 +187,8 @@ cudaError_t route_few(const FewArguments& args, int early, cudaStream_t stream) 
   const int rows = args.rules.experts + args.shared_inner + (args.shared_gate != nullptr);
   const int norm_bytes = args.norm == nullptr ? 0 : args.hidden * (args.wide ? 4 : 2);
   const int shared = kTokens * args.hidden * 2 + norm_bytes;
-  return launch(few_route<Weight, kTokens>, {(rows + kWarps - 1) / kWarps, 32 * kWarps, shared}, args, early,
-                stream);
+  return launch(few_route<Weight, kTokens>, {dim3((rows + kWarps - 1) / kWarps), 32 * kWarps, shared}, args,
+                early, stream);
 }
 
 // What all kernels ask of the sizes.

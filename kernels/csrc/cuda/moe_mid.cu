@@ -2,6 +2,7 @@
 // sorting into tiles, in another the weighted sum, the shared expert and the residual addition.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "hopper.cuh"
 #include "moe_route.cuh"
 #include "norm.cuh"
@@ -207,20 +208,9 @@ __global__ void __launch_bounds__(kCombineThreads) combine(const __grid_constant
 template <typename Arguments>
 cudaError_t launch(void (*kernel)(Arguments), int blocks, int threads, const Arguments& args, int early,
                    void* stream) {
-  // As in linear.cu: a different division of the multiprocessor's memory would keep neighbours apart.
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_dependent(kernel, {dim3(blocks), threads}, early != 0, stream, args);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Routing of any number of tokens, and the sorting of their choices into the tiles of moe_grouped.cu.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "hopper.cuh"
 #include "moe_route.cuh"
 
@@ -111,20 +112,6 @@ __global__ void __launch_bounds__(kSortThreads) place_pairs(const TileArguments 
   if (expert >= 0) args.tile_pairs[first[expert] + before[warp][expert] + rank] = pair;
 }
 
-template <class... Types, class... Values>
-cudaError_t launch_early(void (*kernel)(Types...), int blocks, int threads, void* stream, Values... values) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, Types(values)...);
-}
-
 }  // namespace
 }  // namespace quickturn
 
@@ -136,15 +123,16 @@ extern "C" int quickturn_route(const quickturn::RoutingRules* rules, const float
                                int* chosen, int tokens, void* stream) {
   using namespace quickturn;
   if (rules->experts > kMaxExperts || rules->top > kMaxTop || rules->top < 1) return cudaErrorInvalidValue;
-  return launch_early(route_tokens, (tokens + kRouteWarps - 1) / kRouteWarps, 32 * kRouteWarps, stream,
-                      *rules, logits, logits_pitch, positions, weights, chosen, tokens);
+  const dim3 blocks((tokens + kRouteWarps - 1) / kRouteWarps);
+  return launch_dependent(route_tokens, {blocks, 32 * kRouteWarps}, true, stream, *rules, logits,
+                          logits_pitch, positions, weights, chosen, tokens);
 }
 
 // See TileArguments; `counts` has a row for every 1,024 pairs. Returns a cudaError_t.
 extern "C" int quickturn_moe_tiles(const quickturn::TileArguments* args, void* stream) {
   using namespace quickturn;
   if (args->experts > kMaxExperts || args->pairs < 1) return cudaErrorInvalidValue;
-  const int blocks = (args->pairs + kSortThreads - 1) / kSortThreads;
-  const cudaError_t error = launch_early(count_pairs, blocks, kSortThreads, stream, *args);
-  return error != cudaSuccess ? error : launch_early(place_pairs, blocks, kSortThreads, stream, *args);
+  const LaunchShape shape{dim3((args->pairs + kSortThreads - 1) / kSortThreads), kSortThreads};
+  const cudaError_t error = launch_dependent(count_pairs, shape, true, stream, *args);
+  return error != cudaSuccess ? error : launch_dependent(place_pairs, shape, true, stream, *args);
 }

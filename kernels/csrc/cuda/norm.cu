@@ -3,6 +3,7 @@
 // start streaming weights at once.
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "hopper.cuh"
 #include "norm.cuh"
 
@@ -54,20 +55,8 @@ extern "C" int quickturn_rms_norm(const void* x, long long x_pitch, void* residu
                      width / 8,
                      static_cast<float>(width),
                      eps};
-  // As in linear.cu: a different division of the multiprocessor's memory would keep the product behind from
-  // starting early.
   const auto kernel = wide ? norm_row<true> : norm_row<false>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                 cudaSharedmemCarveoutMaxShared);
+  const cudaError_t error = divide_memory(kernel);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(rows);
-  config.blockDim = dim3(norm_threads(args.vectors));
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  return launch_dependent(kernel, {dim3(rows), norm_threads(args.vectors)}, early, stream, args);
 }

@@ -2,6 +2,7 @@
 // of a row or over a whole one. Within each 16 columns in the order of the weights (linear_fp8.cu).
 #include <cuda_runtime.h>
 
+#include "dependent_launch.cuh"
 #include "scalars.cuh"
 
 namespace quickturn {
@@ -138,14 +139,7 @@ extern "C" int quickturn_quantize(const void* x, long long pitch, void* out, voi
                        columns};
   const auto kernel = whole ? (half ? quantize_rows<Half> : quantize_rows<Bfloat>)
                             : (half ? quantize_groups<Half> : quantize_groups<Bfloat>);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = whole ? dim3(padded_rows) : dim3((columns + 127) / 128, (padded_rows + kRows - 1) / kRows);
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  const dim3 blocks =
+      whole ? dim3(padded_rows) : dim3((columns + 127) / 128, (padded_rows + kRows - 1) / kRows);
+  return launch_dependent(kernel, {blocks, kThreads}, true, stream, args);
 }
