@@ -29,21 +29,19 @@ constexpr std::int32_t kForgotten = 2;
 }  // namespace
 
 double Scheduler::pause_with(std::int32_t tokens) const {
-  StepLoad load;
+  StepLoad mixed = building_->load;
   for (const Request* request : prefilling_) {
     if (request->loads > 0 || tokens <= 0) continue;
     const double query = std::min(tokens, request->known - request->planned);
-    load.prompt_tokens += query;
-    load.prompt_context += request->planned;
-    load.prompt_work += query * (request->planned + 0.5 * query);
+    mixed.prompt_tokens += query;
+    mixed.prompt_context += request->planned;
+    mixed.prompt_work += query * (request->planned + 0.5 * query);
     tokens -= static_cast<std::int32_t>(query);
   }
-  StepLoad mixed = building_->load;
-  mixed.prompt_tokens = load.prompt_tokens;
-  mixed.prompt_context = load.prompt_context;
-  mixed.prompt_work = load.prompt_work;
-  double least = model_.predict(building_->load) + model_.predict(load);
-  if (load.prompt_tokens <= model_.most_beside(false)) least = std::min(least, model_.predict(mixed));
+  StepLoad prompts = mixed;
+  prompts.decode_tokens = prompts.decode_context = 0.0;
+  double least = model_.predict(building_->load) + model_.predict(prompts);
+  if (mixed.prompt_tokens <= model_.most_beside(false)) least = std::min(least, model_.predict(mixed));
   return least;
 }
 
@@ -80,6 +78,7 @@ Scheduler::Allowance Scheduler::with_pauses(const Allowance& allowed) const {
 }
 
 void Scheduler::note_pause(const Allowance& allowed) {
+  if (config_.policy.max_pause <= 0.0) return;
   const StepLoad& load = building_->load;
   const std::int32_t every = config_.policy.pause_every;
   if (load.decode_tokens == 0) {

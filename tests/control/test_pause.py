@@ -1,6 +1,5 @@
 """Long steps now and then, where pieces of prompts cost many times what their tokens cost in a large step."""
 
-import secrets
 from random import Random
 from typing import Any
 
@@ -12,14 +11,6 @@ from control_sim import FULL, STATE, Sim, prompt
 
 RECORDED = [(rows, tokens) for rows in (1, 2, 4, 8, 16) for tokens in (32, 64, 128, 256, 512)]
 TPS = 70.0
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed, so that a failure can be repeated."""
-    value = secrets.randbits(32)
-    print(f"seed {value}")
-    return value
 
 
 def mixture(plan: qc.StepPlan) -> float:

@@ -1,6 +1,5 @@
 """The promise on clocks with the shapes of real machines, whose costs are unknown at the start and noisy."""
 
-import secrets
 from random import Random
 from typing import Any
 
@@ -9,14 +8,6 @@ import pytest
 import quickturn_control as qc
 from control_clocks import Beside, Clock, large_gpu, noisy, recorded_gpu, small_cpu, tailed
 from control_sim import FULL, Sim, prompt
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed, so that a failure can be repeated."""
-    value = secrets.randbits(32)
-    print(f"seed {value}")
-    return value
 
 
 def machine(clock: Clock, seed: int, spread: float, **policy: Any) -> Sim:

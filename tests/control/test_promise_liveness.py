@@ -1,7 +1,6 @@
 """Nobody starves and nothing hangs, whatever steps take: the policy on clocks that mean it ill."""
 
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -15,14 +14,6 @@ from control_sim import Sim, prompt
 STARVED = 8
 """Every so many steps with decoding rows, one has prompt tokens."""
 RUNS = 100
-
-
-@pytest.fixture
-def seed() -> int:
-    """Printed, so that a failure can be repeated."""
-    value = secrets.randbits(32)
-    print(f"seed {value}")
-    return value
 
 
 def mixed(plan: qc.StepPlan) -> bool:

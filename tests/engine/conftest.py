@@ -26,6 +26,15 @@ def checkpoints(
 
 
 @pytest.fixture
+def checkpoint(checkpoints: Checkpoints, family: str) -> Checkpoint:
+    """The checkpoint of a family, for engines on the GPU."""
+    one = checkpoints(family)
+    if one.device != "cuda":
+        pytest.skip("the same again")
+    return one
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator whose seed is printed, so that a failure can be repeated."""
     seed = np.random.SeedSequence().entropy

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from driving import Checkpoint, Checkpoints, Driver, random_prompts
+from driving import Checkpoint, Driver, random_prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -15,15 +15,6 @@ FAMILIES = ["llama", "qwen2", "qwen3"]
 DTYPES = ["float32", "bfloat16"]
 LEVEL = {"float32": 1e-4, "bfloat16": 0.15}
 """Log-probabilities closer than this may change places when another batch rounds them otherwise."""
-
-
-@pytest.fixture
-def checkpoint(checkpoints: Checkpoints, family: str) -> Checkpoint:
-    """The checkpoint of a family, for engines on the GPU."""
-    one = checkpoints(family)
-    if one.device != "cuda":
-        pytest.skip("the same again")
-    return one
 
 
 def assert_same(

@@ -5,7 +5,7 @@ of the others, and nothing in the cache but what they have to write.
 import numpy as np
 import pytest
 import torch
-from driving import Checkpoint, Checkpoints, Driver, random_prompts
+from driving import Checkpoint, Driver, random_prompts
 from test_gpu import assert_same
 from twin import GARBAGE, Twin
 
@@ -23,15 +23,6 @@ MIXTURES = ["qwen3.5-moe", "gpt-oss"]
 """Where two experts are level, another rounding takes the other one, and all that follows is another text."""
 TOLERANCE = 0.05
 """Of float32 that matrix units may have rounded. A write to a wrong place is off by the garbage there."""
-
-
-@pytest.fixture
-def checkpoint(checkpoints: Checkpoints, family: str) -> Checkpoint:
-    """The checkpoint of a family, for engines on the GPU."""
-    one = checkpoints(family)
-    if one.device != "cuda":
-        pytest.skip("the same again")
-    return one
 
 
 def arrivals(driver: Driver, rng: np.random.Generator, prompts: list[list[int]], counts: list[int]) -> None:
