@@ -1,5 +1,6 @@
 """Every implementation that runs here against the reference, over every case of the numerics suite."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -91,3 +92,19 @@ def test_accept_is_used_for_outputs_that_need_not_be_close(device: torch.device)
         numerics.check(
             Case("rms_norm", "strict", torch.float32, {}, partial(run, False)), "reference", 0, device
         )
+
+
+@pytest.mark.parametrize(
+    ("units", "roundings", "agrees"), [(2, 2, True), (3, 2, False), (3, 3, True), (4, 3, False)]
+)
+def test_an_element_may_part_by_a_unit_in_the_last_place_a_rounding(
+    units: int, roundings: int, agrees: bool, device: torch.device
+) -> None:
+    runs = iter((64.0, 64.0 * (1 + units * torch.finfo(torch.bfloat16).eps)))
+
+    def run(generator: torch.Generator, device: torch.device) -> Result:
+        return Result({"out": torch.tensor([next(runs)], dtype=torch.bfloat16)}, roundings=roundings)
+
+    case = Case("rms_norm", "rounded", torch.bfloat16, {}, run)
+    with contextlib.nullcontext() if agrees else pytest.raises(AssertionError, match="case rounded"):
+        numerics.check(case, "reference", 0, device)

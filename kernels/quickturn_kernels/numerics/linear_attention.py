@@ -336,4 +336,5 @@ def _norm(
     x = torch.randn(size, generator=generator).to(dtype).to(device)
     gate = apart(generator, dtype, device, *size)
     weight = torch.randn(size[-1], generator=generator).to(weight_dtype).to(device)
-    return Result({"out": gated_rms_norm(x, gate, weight, 1e-5, activation=activation)})
+    # The normed value, its product with the weight, and that with the gate.
+    return Result({"out": gated_rms_norm(x, gate, weight, 1e-5, activation=activation)}, roundings=3)
