@@ -108,3 +108,10 @@ def test_an_element_may_part_by_a_unit_in_the_last_place_a_rounding(
     case = Case("rms_norm", "rounded", torch.bfloat16, {}, run)
     with contextlib.nullcontext() if agrees else pytest.raises(AssertionError, match="case rounded"):
         numerics.check(case, "reference", 0, device)
+
+
+def test_a_token_on_the_edge_of_min_p_may_be_kept_or_not(device: torch.device) -> None:
+    # With this seed a token's weight is its row's min-p but for the last bit, and it would be drawn.
+    case = next(case for case in numerics.cases() if case.op == "sample" and case.name == "min-p")
+    for name in case.takers(device):
+        numerics.check(case, name, 1879884211, device)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from quickturn_kernels.ops.sampling import GREEDY_BELOW, IN_PROMPT, SamplingTens
 from quickturn_kernels.ops.sampling.reference import adjust, kept, noisy
 
 NUDGE = 3e-5
-"""What top-p of this much more or less keeps may be kept too: sums round differently."""
+"""What top-p of this much more or less keeps may be kept too, or min-p of so many times more or less: sums and
+exponentials round differently.
+"""
 
 TIE = 5e-5
 """Of two tokens whose logit / temperature + noise are this close, either is right."""
@@ -163,9 +166,10 @@ def _acceptor(logits: Tensor, params: SamplingTensors) -> Accept:
             scores = noisy(adjusted, params)
             mine = actual.clamp(min=0)[:, None]
             drawn = (params.temperature >= GREEDY_BELOW) & (actual >= 0) & (expected >= 0)
-            for nudge in (0, NUDGE, -NUDGE):
+            for nudge, factor in product((0, NUDGE, -NUDGE), (1, 1 + NUDGE, 1 - NUDGE)):
                 top_p = torch.where(params.top_p < 1, params.top_p + nudge, params.top_p)
-                left = scores.where(kept(adjusted, best, replace(params, top_p=top_p)), float("-inf"))
+                hair = replace(params, top_p=top_p, min_p=params.min_p * factor)
+                left = scores.where(kept(adjusted, best, hair), float("-inf"))
                 behind = left.max(-1).values - left.gather(1, mine)[:, 0]
                 allowed |= drawn & (behind <= TIE)
         return bool(allowed.all())
