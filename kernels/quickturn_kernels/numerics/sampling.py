@@ -13,8 +13,8 @@ from quickturn_kernels.ops.sampling import GREEDY_BELOW, IN_PROMPT, SamplingTens
 from quickturn_kernels.ops.sampling.reference import adjust, kept, noisy
 
 NUDGE = 3e-5
-"""What top-p of this much more or less keeps may be kept too, or min-p of so many times more or less: sums and
-exponentials round differently.
+"""What top-p of this much more or less keeps may be kept too, or min-p of so many times more or less: sums
+and exponentials round differently.
 """
 
 TIE = 5e-5
