@@ -61,6 +61,7 @@ def build_app(state: ServerState, cors_origins: Sequence[str] = ()) -> Starlette
             ApiError: _api_error,
             HTTPException: _http_exception,
             ClientGone: _client_gone,
+            RecursionError: _too_deep,
             Exception: _unexpected,
         },
     )
@@ -83,6 +84,12 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
+
+
+async def _too_deep(request: Request, error: Exception) -> Response:
+    """What a body nests, templates and schemas are walked through level by level."""
+    message = "the body is nested too deeply: flatten the objects and lists in it"
+    return ApiError(400, message, code="too_deep").response(request.url.path)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ from typing import Any
 Message = dict[str, Any]
 
 _REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-_TEXT_PARTS = {"text", "input_text", "output_text"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class BadMessage(ValueError):
@@ -119,6 +119,6 @@ def _arguments(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments

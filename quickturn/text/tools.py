@@ -34,7 +34,7 @@ def argument_types(tool: Tool | None, key: str) -> frozenset[str]:
         return frozenset()
     properties = tool.parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, dict) else None
-    return _types(schema, tool.parameters, 8)
+    return _types(schema, tool.parameters, 8, set())
 
 
 def value_fits(value: Any, types: frozenset[str]) -> bool:
@@ -51,7 +51,7 @@ def call_is_valid(tools: Sequence[Tool], name: str, arguments: Any) -> bool:
     if tool is None or not isinstance(arguments, dict):
         return False
     required = tool.parameters.get("required")
-    if isinstance(required, list) and any(key not in arguments for key in required):
+    if isinstance(required, list) and not all(isinstance(key, str) and key in arguments for key in required):
         return False
     properties = tool.parameters.get("properties")
     known = properties if isinstance(properties, dict) else {}
@@ -62,7 +62,8 @@ def call_is_valid(tools: Sequence[Tool], name: str, arguments: Any) -> bool:
     )
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+def _types(schema: Any, root: Mapping[str, Any], depth: int, followed: set[str]) -> frozenset[str]:
+    """`followed`: references that were seen, each of which is read once."""
     if not isinstance(schema, dict) or depth == 0:
         return frozenset()
     named = schema.get("type")
@@ -77,10 +78,13 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         return frozenset(_JSON_TYPES.get(type(value), "") for value in values)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return _types(_resolve(root, reference), root, depth - 1)
+        if reference in followed:
+            return frozenset()
+        followed.add(reference)
+        return _types(_resolve(root, reference), root, depth - 1, followed)
     for word in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(_types(each, root, depth - 1) for each in schema[word]))
+            return frozenset().union(*(_types(each, root, depth - 1, followed) for each in schema[word]))
     return frozenset()
 
 

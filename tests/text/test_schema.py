@@ -125,3 +125,58 @@ def _modern(schema: dict[str, Any]) -> dict[str, Any]:
     if isinstance(schema.get("items"), list):
         return {"type": "array", "prefixItems": schema["items"], "items": False}
     return schema
+
+
+_ODD: tuple[Any, ...] = (
+    *(None, True, False, -1, 1.5, 10**30, "", "string", [], {}, [None], [[]], [{}], ["a"], [1]),
+    *({"a": None}, {"a": []}, {"a": {"type": [[]]}}, {"type": {}}, {"$ref": "#"}, {"$ref": "#/properties"}),
+    *({"required": [[]]}, {"items": 5}, {"enum": [[], {}]}, {"properties": [["a", 1]]}, ["string", "null"]),
+    *(
+        [{"required": [{}]}, {"required": 5}],
+        [{"minimum": "a"}, {"minimum": 3}],
+        [{"enum": 5}, {"enum": [1]}],
+    ),
+    *([{"properties": 5}, {"properties": {"a": {}}}], [{"type": [[]]}, {"type": ["null"]}], [True, {}]),
+)
+_WORDS = (
+    *(
+        "type",
+        "enum",
+        "const",
+        "format",
+        "minLength",
+        "pattern",
+        "minimum",
+        "multipleOf",
+        "items",
+        "minItems",
+    ),
+    *("prefixItems", "properties", "required", "additionalProperties", "patternProperties", "maxProperties"),
+    *("allOf", "anyOf", "oneOf", "$ref", "$defs"),
+)
+
+
+@pytest.mark.parametrize("word", _WORDS)
+def test_a_keyword_of_a_wrong_kind_is_refused_by_its_name(word: str) -> None:
+    for value in _ODD:
+        for other, beside in [("type", "object"), *((name, odd) for name in _WORDS for odd in _ODD)]:
+            schema = {other: beside, word: value}
+            try:
+                json.dumps(checked_schema(schema))
+            except BadSchema:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{schema} is answered with {error!r}") from error
+
+
+def test_the_place_of_a_flaw_is_told() -> None:
+    with pytest.raises(BadSchema, match=r"'required' at /properties/a must be a list of names"):
+        checked_schema({"properties": {"a": {"type": "object", "required": [{}]}}})
+    with pytest.raises(BadSchema, match=r"'minimum' at #/properties must be a number"):
+        checked_schema({"properties": {"minimum": {}}, "allOf": [{"$ref": "#/properties"}]})
+
+
+def test_a_part_that_says_nothing_changes_nothing() -> None:
+    assert checked_schema({"allOf": [True, {"type": "string"}, {}]}) == {"type": "string"}
+    with pytest.raises(BadSchema, match="'allOf'"):
+        checked_schema({"allOf": [False]})

@@ -14,7 +14,7 @@ from quickturn.text.parsing.alphabet import Alphabet
 from quickturn.text.parsing.events import ToolCallStart
 from quickturn.text.parsing.output import typed_json
 from quickturn.text.parsing.parser import begins_thinking
-from quickturn.text.tools import Tool, argument_types
+from quickturn.text.tools import Tool, argument_types, call_is_valid
 
 
 def marked(text: str) -> list[int]:
@@ -244,6 +244,17 @@ def test_a_cut_value_between_tags_is_not_closed() -> None:
 )
 def test_untyped_values(text: str, types: set[str], expected: str) -> None:
     assert typed_json(text, frozenset(types)) == expected
+
+
+def test_references_that_go_round_are_read_once() -> None:
+    again = [{"$ref": "#/$defs/loop"}] * 100
+    schema = {"properties": {"a": {"anyOf": again}}, "$defs": {"loop": {"anyOf": [*again, {"type": "null"}]}}}
+    assert argument_types(Tool("f", schema), "a") == {"null"}
+
+
+def test_a_call_of_a_tool_whose_schema_is_odd_is_not_valid() -> None:
+    assert not call_is_valid([Tool("f", {"required": [{}, []]})], "f", {"a": 1})
+    assert call_is_valid([Tool("f", {"required": ["a"]})], "f", {"a": 1})
 
 
 def test_argument_types() -> None:

@@ -47,8 +47,12 @@ def arguments_of(tool: Tool, names: str = r"[^<>]+") -> list[Argument]:
     except BadSchema:
         if tool.strict:
             raise
-    known = tool.parameters.get("properties") or {}
-    return [Argument(key, {}, False) for key in known if re.fullmatch(names, key)]
+    known = tool.parameters.get("properties")
+    return [
+        Argument(key, {}, False)
+        for key in (known if isinstance(known, dict) else ())
+        if re.fullmatch(names, key)
+    ]
 
 
 def _read(schema: Mapping[str, Any], names: str) -> list[Argument]:

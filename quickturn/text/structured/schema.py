@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickturn.text.structured.merge import ANNOTATIONS, CannotMerge, merge
+from quickturn.text.structured.shape import flaw
 
 MAX_DEPTH = 64
 MAX_NODES = 20_000
@@ -53,13 +54,21 @@ def checked_schema(schema: Any) -> Any:
         return schema
     if not isinstance(schema, dict):
         raise BadSchema("type", "", "is missing: a schema must be an object")
+    _check_shape(schema, "")
     return _Checker(schema).check(schema, "", 0)
+
+
+def _check_shape(schema: Any, place: str) -> None:
+    found = flaw(schema, place)
+    if found is not None:
+        raise BadSchema(*found)
 
 
 class _Checker:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._nodes = 0
+        self._seen: set[int] = set()
 
     def check(self, schema: Any, place: str, depth: int) -> Any:
         self._nodes += 1
@@ -88,6 +97,10 @@ class _Checker:
         try:
             for part in self._taken(schema, "allOf", place):
                 schema = merge(schema, self._resolved(part, place, len(schema) > 0))
+                if isinstance(schema, bool):
+                    if not schema:
+                        raise BadSchema("allOf", place, "allows nothing")
+                    schema = {}
             for word in ("oneOf", "anyOf"):
                 branches = self._taken(schema, word, place)
                 if not branches:
@@ -134,6 +147,10 @@ class _Checker:
             if not isinstance(found, dict) or part not in found:
                 raise BadSchema("$ref", place, f"points to nothing: {reference!r}")
             found = found[part]
+        if id(found) not in self._seen:
+            # It may stand where no schema is looked for.
+            self._seen.add(id(found))
+            _check_shape(found, reference)
         return found
 
     def _children(self, schema: dict[str, Any], place: str, depth: int) -> dict[str, Any]:
