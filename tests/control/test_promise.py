@@ -23,38 +23,38 @@ def over(beside: Beside, bound: float) -> float:
     return float((beside.gaps > bound).mean())
 
 
-def test_gaps_stay_within_twice_the_steady_one(seed: int) -> None:
+def test_gaps_stay_within_twice_the_steady_one(noise_seed: int) -> None:
     """Without a promise, on a machine where a prompt's attention takes as long as decoding: the first long
     prompt, and the ones after it.
     """
-    sim = machine(small_cpu, seed, 0.04)
+    sim = machine(small_cpu, noise_seed, 0.04)
     for turn in range(3):
-        beside = Beside(sim, 512, 2048, seed + turn)
+        beside = Beside(sim, 512, 2048, noise_seed + turn)
         assert over(beside, 2.2 * beside.steady) <= 0.05
         assert beside.gaps.mean() <= 2 * beside.steady
         assert max(beside.chunks) <= 64
 
 
-def test_gaps_stay_within_the_promise(seed: int) -> None:
+def test_gaps_stay_within_the_promise(noise_seed: int) -> None:
     """So many tokens a second for everyone; what the promise leaves is used."""
-    sim = machine(small_cpu, seed, 0.04, min_tps_per_user=25)
+    sim = machine(small_cpu, noise_seed, 0.04, min_tps_per_user=25)
     for turn in range(3):
-        beside = Beside(sim, 512, 2048, seed + turn)
+        beside = Beside(sim, 512, 2048, noise_seed + turn)
         assert over(beside, 1.1 / 25) <= 0.05
         assert beside.gaps.mean() >= 0.6 / 25
 
 
 @pytest.mark.parametrize("readers", [1, 3])
-def test_pieces_have_the_sizes_of_recorded_steps(seed: int, readers: int) -> None:
+def test_pieces_have_the_sizes_of_recorded_steps(noise_seed: int, readers: int) -> None:
     """Beside as many rows as decode; but the prompt's last piece has what is left."""
     recorded = [(rows, tokens) for rows in (1, 2, 4, 8) for tokens in (16, 32, 64, 128, 256)]
-    clock = noisy(recorded_gpu(recorded), Random(seed), 0.02, stalls=0.0)
+    clock = noisy(recorded_gpu(recorded), Random(noise_seed), 0.02, stalls=0.0)
     sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=recorded)
-    sim.answer(prompt(2048, seed), 1)
-    others = [sim.add(prompt(200, seed + i), 1500) for i in range(1, readers)]
+    sim.answer(prompt(2048, noise_seed), 1)
+    others = [sim.add(prompt(200, noise_seed + i), 1500) for i in range(1, readers)]
     while any(other not in sim.token_times for other in others):
         sim.step()
-    beside = Beside(sim, 512, 6000, seed)
+    beside = Beside(sim, 512, 6000, noise_seed)
     assert all(len(sim.token_times[other]) == 1500 for other in others)
     rows = 1 if readers == 1 else 4
     sizes = {tokens - rows for tokens in (16, 32, 64, 128, 256)}
@@ -80,21 +80,21 @@ def crowd(sim: Sim, prompts: int, length: int) -> list[list[int]]:
     return [pieces for pieces in seen if pieces]
 
 
-def test_prompts_take_turns_where_steps_of_one_are_recorded(seed: int) -> None:
+def test_prompts_take_turns_where_steps_of_one_are_recorded(noise_seed: int) -> None:
     """Two in a step are launched kernel by kernel, which takes longer than promised: found out once."""
-    clock = noisy(recorded_gpu(RECORDED), Random(seed), 0.02, stalls=0.0)
+    clock = noisy(recorded_gpu(RECORDED), Random(noise_seed), 0.02, stalls=0.0)
     sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED)
-    sim.answer(prompt(2048, seed), 1)
+    sim.answer(prompt(2048, noise_seed), 1)
     pieces = crowd(sim, 30, 150)
     assert sum(len(some) > 1 for some in pieces) <= 2
 
 
-def test_prompts_share_a_step_where_there_is_time_to_launch_it(seed: int) -> None:
+def test_prompts_share_a_step_where_there_is_time_to_launch_it(noise_seed: int) -> None:
     """Thirty milliseconds a step: several short prompts in one, rather than one after the other."""
-    clock = noisy(recorded_gpu(RECORDED), Random(seed), 0.02, stalls=0.0)
+    clock = noisy(recorded_gpu(RECORDED), Random(noise_seed), 0.02, stalls=0.0)
     policy = qc.Policy(min_tps_per_user=33)
     sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED, policy=policy)
-    sim.answer(prompt(2048, seed), 1)
+    sim.answer(prompt(2048, noise_seed), 1)
     pieces = crowd(sim, 30, 20)
     assert sum(map(sum, pieces)) == 30 * 20
     assert len(pieces) <= 12
@@ -106,14 +106,14 @@ def test_a_recorded_step_has_room() -> None:
         Sim(4, [FULL], recorded=[(16, 16)])
 
 
-def test_prompts_grow_to_what_is_free(seed: int) -> None:
+def test_prompts_grow_to_what_is_free(noise_seed: int) -> None:
     """Beside a step that is bound by its weights many prompt tokens cost no more than few: found out in a few
     steps, none of which takes long.
     """
-    clock = noisy(large_gpu, Random(seed), 0.02, stalls=0.0)
+    clock = noisy(large_gpu, Random(noise_seed), 0.02, stalls=0.0)
     sim = Sim(200, [FULL], seconds=clock, max_step_tokens=8192)
-    sim.answer(prompt(2048, seed), 1)
-    beside = Beside(sim, 4094, 12_000, seed)
+    sim.answer(prompt(2048, noise_seed), 1)
+    beside = Beside(sim, 4094, 12_000, noise_seed)
     assert max(beside.chunks[:80]) >= 100
     assert over(beside, 2.1 * beside.steady) <= 0.03
 
@@ -132,13 +132,13 @@ def after(steps: int, slower: float, clock: Clock) -> Clock:
 
 
 @pytest.mark.parametrize(("steps", "slower"), [(1, 100.0), (3, 20.0), (60, 6.0)])
-def test_what_was_slow_once_is_tried_again(steps: int, slower: float, seed: int) -> None:
+def test_what_was_slow_once_is_tried_again(steps: int, slower: float, noise_seed: int) -> None:
     """Kernels compiled in the first steps of their kind, or a machine that was busy: soon forgotten."""
-    sim = machine(after(steps, slower, small_cpu), seed, 0.04)
+    sim = machine(after(steps, slower, small_cpu), noise_seed, 0.04)
     for turn in range(2):
-        Beside(sim, 512, 2048, seed + turn)
-    fresh = Beside(machine(small_cpu, seed, 0.04), 512, 2048, seed)
-    later = Beside(sim, 512, 2048, seed + 2)
+        Beside(sim, 512, 2048, noise_seed + turn)
+    fresh = Beside(machine(small_cpu, noise_seed, 0.04), 512, 2048, noise_seed)
+    later = Beside(sim, 512, 2048, noise_seed + 2)
     assert later.first_token <= 1.8 * fresh.first_token
     assert over(later, 2.2 * later.steady) <= 0.05
 
@@ -167,14 +167,14 @@ def test_what_passes_between_steps_counts(policy: dict[str, float]) -> None:
     assert np.quantile(beside.gaps, 0.9) >= 0.9 * bound
 
 
-def test_a_long_tail_is_learned(seed: int) -> None:
+def test_a_long_tail_is_learned(noise_seed: int) -> None:
     """One step in thirty is a few milliseconds late, on a processor that isn't only ours: once that was seen,
     so few gaps are over the bound that it holds for 99 of a hundred.
     """
-    noise = tailed(small_cpu, Random(seed), 0.025, 1 / 30, (1.0, 8.0))
+    noise = tailed(small_cpu, Random(noise_seed), 0.025, 1 / 30, (1.0, 8.0))
     sim = Sim(200, [FULL], seconds=noise, max_step_tokens=8192)
-    sim.answer(prompt(2048, seed), 1)
-    turns = [Beside(sim, 512, 2048, seed + turn) for turn in range(6)]
+    sim.answer(prompt(2048, noise_seed), 1)
+    turns = [Beside(sim, 512, 2048, noise_seed + turn) for turn in range(6)]
     gaps = np.concatenate([turn.gaps / (2 * turn.steady) for turn in turns[1:]])
     assert (gaps > 1.0).mean() <= 0.035
     assert np.quantile(gaps, 0.99) <= 1.1
@@ -197,10 +197,10 @@ def test_one_late_step_takes_nothing_from_a_newcomer() -> None:
     assert max(turn.first_token for turn in turns[1:]) <= 1.05 * min(turn.first_token for turn in turns[1:])
 
 
-def test_a_slower_machine_is_believed(seed: int) -> None:
+def test_a_slower_machine_is_believed(noise_seed: int) -> None:
     """Ten times slower from now on: no accident."""
     factor = 1.0
-    sim = machine(lambda plan: factor * small_cpu(plan), seed, 0.04)
+    sim = machine(lambda plan: factor * small_cpu(plan), noise_seed, 0.04)
     sim.add(prompt(512, 1), 400)
     for step in range(200):
         factor = 10.0 if step >= 100 else 1.0
@@ -209,22 +209,22 @@ def test_a_slower_machine_is_believed(seed: int) -> None:
     assert stats["step_us_predicted"] == pytest.approx(stats["step_us_measured"], rel=0.4)
 
 
-def test_what_fits_in_no_step_is_held_on_average(seed: int) -> None:
+def test_what_fits_in_no_step_is_held_on_average(noise_seed: int) -> None:
     """Behind thousands of tokens even the least piece of a prompt takes longer than promised: it comes as
     often as the average allows.
     """
     for policy in ({}, {"min_tps_per_user": 25.0}):
-        sim = machine(small_cpu, seed, 0.04, **policy)
-        beside = Beside(sim, 512, 6144, seed)
+        sim = machine(small_cpu, noise_seed, 0.04, **policy)
+        beside = Beside(sim, 512, 6144, noise_seed)
         bound = 1 / 25 if policy else 2 * beside.steady
         assert over(beside, 1.1 * bound) > 0.1, "this case is meant to be one that fits in no step"
         assert beside.gaps.mean() <= bound
         assert beside.gaps.mean() >= 0.7 * bound
 
 
-def test_nobody_starves_where_decoding_alone_breaks_the_promise(seed: int) -> None:
+def test_nobody_starves_where_decoding_alone_breaks_the_promise(noise_seed: int) -> None:
     """A hundred tokens a second from steps of 15 ms: who was let in before that was known gets on."""
-    noise = noisy(small_cpu, Random(seed), 0.04, stalls=0.002)
+    noise = noisy(small_cpu, Random(noise_seed), 0.04, stalls=0.002)
     policy = qc.Policy(min_tps_per_user=100)
     sim = Sim(200, [FULL], seconds=noise, max_step_tokens=600, policy=policy)
     sim.add(prompt(512, 1), 1 << 20)
@@ -238,10 +238,10 @@ def test_nobody_starves_where_decoding_alone_breaks_the_promise(seed: int) -> No
     assert np.mean(decodes) > 0.6
 
 
-def test_decoding_alone_is_measured_now_and_then(seed: int) -> None:
+def test_decoding_alone_is_measured_now_and_then(noise_seed: int) -> None:
     """What twice the steady gap is must not be what it was long ago."""
-    sim = machine(small_cpu, seed, 0.04)
-    beside = Beside(sim, 2048, 4096, seed)
+    sim = machine(small_cpu, noise_seed, 0.04)
+    beside = Beside(sim, 2048, 4096, noise_seed)
     longest = current = 0
     for tokens in beside.chunks:
         current = current + 1 if tokens else 0
@@ -250,7 +250,7 @@ def test_decoding_alone_is_measured_now_and_then(seed: int) -> None:
     assert np.count_nonzero(beside.chunks) > 30
 
 
-def test_scored_prompts_say_nothing_of_recorded_steps(seed: int) -> None:
+def test_scored_prompts_say_nothing_of_recorded_steps(noise_seed: int) -> None:
     """They are launched kernel by kernel, whatever is recorded: others get pieces as large as before."""
     recorded, launched = recorded_gpu(RECORDED), recorded_gpu([])
     scored: list[int] = []
@@ -261,14 +261,14 @@ def test_scored_prompts_say_nothing_of_recorded_steps(seed: int) -> None:
         return launched(plan) + 0.03 if slots & prompts else recorded(plan)
 
     sim = Sim(400, [FULL], seconds=clock, max_step_tokens=8192, recorded=RECORDED)
-    sim.answer(prompt(2048, seed), 1)
-    reader = sim.add(prompt(512, seed + 1), 1 << 20)
+    sim.answer(prompt(2048, noise_seed), 1)
+    reader = sim.add(prompt(512, noise_seed + 1), 1 << 20)
     while len(sim.token_times.get(reader, [])) < 60:
         sim.step()
 
     def pieces(**options: Any) -> list[int]:
         first = len(sim.plans)
-        number = sim.add(prompt(4000, seed + 2 + first), **options)
+        number = sim.add(prompt(4000, noise_seed + 2 + first), **options)
         if options:
             scored.append(number)
         while number not in sim.token_times:

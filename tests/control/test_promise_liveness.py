@@ -196,9 +196,9 @@ def test_pieces_grow_where_more_cost_the_same(stalled: tuple[int, ...]) -> None:
     assert beside.first_token <= 36_000 / 250 * (11.0 + 7 * 4.4) * 1e-3
 
 
-def test_pieces_grow_through_noise(seed: int) -> None:
+def test_pieces_grow_through_noise(noise_seed: int) -> None:
     """One step in twenty takes twice as long, all are off by 3%."""
-    random = Random(seed)
+    random = Random(noise_seed)
     beside = newcomer(host_floor(lambda _: random.random() < 0.05, lambda: math.exp(random.gauss(0, 0.03))))
     assert grew(beside)
     assert beside.first_token <= 36_000 / 250 * (11.0 + 7 * 4.4) * 1e-3

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from quickturn_kernels.ops.sampling.noise import gumbel
+from routers import decided_logits
 from tiny import TINY
 from transformers import PreTrainedModel
 
@@ -159,8 +160,8 @@ def assert_all_greedy(
     start = len(prompts[0]) - 1
     for first in range(0, len(whole), 64):
         ids = torch.tensor(whole[first : first + 64])
-        logits = model(ids).logits[:, start:-1]
-        behind = logits.max(-1).values - logits.gather(2, ids[:, start + 1 :, None])[..., 0]
+        logits, decided = (found[:, start:-1] for found in decided_logits(model, ids))
+        behind = decided * (logits.max(-1).values - logits.gather(2, ids[:, start + 1 :, None])[..., 0])
         row, token = divmod(int(behind.argmax()), count)
         worst = behind[row, token]
         assert worst <= tie, f"token {token} of answer {first + row} is {worst} behind the best"
