@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from driving import Checkpoints, assert_greedy, greedy, random_prompts
+from driving import TIE, Checkpoints, assert_greedy, assert_same_or_level, random_prompts
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 WINDOWED = ["qwen2-window", "qwen3-window"]
@@ -56,10 +56,11 @@ def test_prefix_hits(checkpoints: Checkpoints, rng: np.random.Generator, family:
 
 
 def test_same_prompt_again_computes_one_block(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
-    driver = checkpoints("llama").driver()
+    checkpoint = checkpoints("llama")
+    driver = checkpoint.driver()
     (prompt,) = random_prompts(rng, [32])
     first, second = driver.run(prompt, max_tokens=4), driver.run(prompt, max_tokens=4)
-    assert first.tokens == second.tokens
+    assert_same_or_level(checkpoint.reference, prompt, first.tokens, second.tokens)
     assert (first.cached_tokens, second.cached_tokens) == (0, 28)
 
 
@@ -116,7 +117,8 @@ def test_cancellation_in_mid_flight(
 def test_stop_ids_end_an_answer(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
     checkpoint = checkpoints("llama")
     (prompt,) = random_prompts(rng, [9])
-    expected = greedy(checkpoint.reference, prompt, 12)
+    expected = checkpoint.driver().run(prompt, max_tokens=12).tokens
+    assert_greedy(checkpoint.reference, prompt, expected, 12)
     stop = expected[7]
     end = expected.index(stop)
     answer = checkpoint.driver().run(prompt, max_tokens=12, stop_token_ids=(stop,))
@@ -128,8 +130,8 @@ def test_stop_ids_end_an_answer(checkpoints: Checkpoints, rng: np.random.Generat
     assert len(late.tokens) >= end + 2
     with torch.inference_mode():
         logits = checkpoint.reference(torch.tensor([prompt + expected[:end]])).logits[0, -1]
-    first, second = logits.topk(2).indices.tolist()
-    assert late.tokens[end] == (second if first == stop else first)
+        logits[stop] = -torch.inf
+    assert logits[late.tokens[end]] >= logits.max() - TIE
 
 
 def test_an_answer_that_could_not_end_can_end_later(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from driving import Checkpoints, assert_drawn, greedy, penalised, random_prompts
+from driving import TIE, Checkpoints, assert_drawn, greedy, penalised, random_prompts
 
 
 def test_a_seed_fixes_the_tokens_whatever_else_runs(
@@ -85,13 +85,13 @@ def test_penalties_follow_the_formula(checkpoints: Checkpoints, rng: np.random.G
         frequency_penalty=frequency,
         repetition_penalty=repetition,
     )
-    generated: list[int] = []
-    for _ in range(12):
+    assert len(got.tokens) == 12
+    for place, token in enumerate(got.tokens):
+        before = got.tokens[:place]
         with torch.no_grad():
-            logits = checkpoint.reference(torch.tensor([prompt + generated])).logits[0, -1]
-        changed = penalised(logits, prompt, generated, presence, frequency, repetition)
-        generated.append(int(changed.argmax()))
-    assert got.tokens == generated
+            logits = checkpoint.reference(torch.tensor([prompt + before])).logits[0, -1]
+        changed = penalised(logits, prompt, before, presence, frequency, repetition)
+        assert changed[token] >= changed.max() - TIE, place
 
 
 def test_logit_bias_bans_and_forces(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
@@ -117,8 +117,10 @@ def test_logprobs_are_those_of_the_raw_distribution(
         (token,), (details,) = output.tokens, output.logprobs or []
         with torch.inference_mode():
             expected = checkpoint.reference(torch.tensor([context])).logits[0, -1].log_softmax(-1)
-        assert abs(details.logprob - float(expected[token])) < 1e-4
-        best = expected.topk(3)
-        assert [id for id, _ in details.top] == best.indices.tolist()
-        assert np.allclose([value for _, value in details.top], best.values.tolist(), atol=1e-4)
+        assert abs(details.logprob - float(expected[token])) < 1e-3
+        # Of tokens as likely as each other any may come first.
+        ids, values = zip(*details.top, strict=True)
+        assert len(set(ids)) == 3
+        assert np.allclose(values, expected.topk(3).values.tolist(), atol=1e-3)
+        assert np.allclose(values, expected[list(ids)].tolist(), atol=1e-3)
         context.append(token)

@@ -64,5 +64,6 @@ def test_every_answer_is_valid_or_refused() -> None:
         jsonschema.Draft202012Validator(schema).validate(value)
     cut = sum(reason == "length" for reason in finish.values())
     print(f"{cut} of {len(schemas)} answers were brought to an end, {refused} schemas were refused: {broken}")
-    # A way out that grows faster than it's looked at: none in 400 answers when this was written.
-    assert len(broken) <= 1
+    # A way out that grows faster than it's looked at: none in 1,600 answers when this was written, of which
+    # one in thirty was brought to an end.
+    assert len(broken) <= 3

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from quickturn.models.base import Model
 
 TOLERANCE = 2e-4
-RECURRENT_TOLERANCE = 4e-3
+RECURRENT_TOLERANCE = 1e-2
 """transformers' own two ways through a gated delta net, at once and token by token, are 1e-3 apart here."""
 
 
