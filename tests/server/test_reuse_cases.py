@@ -21,6 +21,8 @@ pytest.importorskip("quickturn_control")
 pytest.importorskip("quickturn_kernels")
 
 UNIT = 64
+TIE = 1e-2
+"""Letters nearer than this are level: logits of a recurrence, computed in other pieces, differ by up to 1e-3."""
 _salts = itertools.count()
 
 
@@ -74,6 +76,22 @@ class Client:
         assert reply.cached == 0
         return reply
 
+    async def assert_same(self, prompt: list[int], one: "Reply", other: "Reply", what: str = "") -> None:
+        """Both say the same, or part where two letters are level."""
+        for place, pair in enumerate(zip(one.tokens, other.tokens, strict=True)):
+            if pair[0] != pair[1]:
+                ways = [[*prompt, *one.tokens[:place], token] for token in pair]
+                first, second = [await self.logprob_of_last(way) for way in ways]
+                assert abs(first - second) <= TIE, f"{what} {pair} at {place}: {first}, {second}"
+                return
+
+    async def logprob_of_last(self, tokens: list[int]) -> float:
+        answer = await self.api.completions.create(
+            model="hybrid", prompt=tokens, max_tokens=1, extra_body={"prompt_logprobs": 0}
+        )
+        (said,) = answer.choices[0].model_extra["prompt_logprobs"][-1].values()  # type: ignore[index]
+        return float(said["logprob"])
+
 
 class Reply:
     """Token ids and cached tokens of an answer."""
@@ -104,7 +122,7 @@ async def test_r1_a_long_suffix_hides_no_shared_prefix(client: Client, tokens: T
         prompt = [*shared, first, *tokens(suffix - 1)]
         reply = await client.ask(prompt)
         cached.append(reply.cached)
-    assert reply.tokens == (await client.cold(prompt)).tokens
+    await client.assert_same(prompt, reply, await client.cold(prompt))
     assert cached[0] == 0
     assert cached[2] >= len(shared) // UNIT * UNIT
 
@@ -114,7 +132,7 @@ async def test_r3_a_short_shared_prefix_is_a_hit(client: Client, tokens: Tokens)
     await client.ask([*shared, 3])
     reply = await client.ask([*shared, 4])
     assert reply.cached >= 448
-    assert reply.tokens == (await client.cold([*shared, 4])).tokens
+    await client.assert_same([*shared, 4], reply, await client.cold([*shared, 4]))
 
 
 async def test_r4_chained_turns_stay_exact(client: Client, tokens: Tokens) -> None:
@@ -123,7 +141,7 @@ async def test_r4_chained_turns_stay_exact(client: Client, tokens: Tokens) -> No
     for turn in range(4):
         context += tokens(70)
         reply = await client.ask(context, 24, session="r4")
-        assert reply.tokens == (await client.cold(context, 24)).tokens, f"turn {turn}"
+        await client.assert_same(context, reply, await client.cold(context, 24), f"turn {turn}")
         context += reply.tokens
 
 
@@ -151,7 +169,8 @@ async def test_r7_prompts_that_land_among_decoding_rows_change_nothing(
     together = await asyncio.gather(
         *(client.ask(prompt, 40, salt="r7") for prompt in slow), *(late(prompt) for prompt in burst)
     )
-    assert [reply.tokens for reply in together] == [reply.tokens for reply in alone]
+    for prompt, one, other in zip([*slow, *burst], together, alone, strict=True):
+        await client.assert_same(prompt, one, other)
 
 
 async def test_r8_who_gave_way_comes_back_exact(hybrid: Path, tokens: Tokens) -> None:
@@ -164,7 +183,7 @@ async def test_r8_who_gave_way_comes_back_exact(hybrid: Path, tokens: Tokens) ->
             together = await asyncio.gather(*(client.ask(prompt, 200) for prompt in prompts))
             assert server.stats()["quickturn_engine_retractions"] > 0
             for prompt, reply in zip(prompts[::4], together[::4], strict=True):
-                assert reply.tokens == (await client.cold(prompt, 200)).tokens
+                await client.assert_same(prompt, reply, await client.cold(prompt, 200))
     finally:
         stop_server(server)
 
