@@ -203,15 +203,16 @@ def test_decoding_copies_no_state(
 
 
 def test_bfloat16_states_stay_near(checkpoints: Checkpoints, rng: np.random.Generator) -> None:
-    """Half the bytes; logits move by rounding, and most tokens not at all."""
+    """Half the bytes; logits move by rounding, and tokens only where two are nearly level."""
     checkpoint = checkpoints("qwen3.5")
     (prompt,) = random_prompts(rng, [40])
-    wide = checkpoint.driver().run(prompt, max_tokens=12, logprobs=0)
+    wide = checkpoint.driver().run(prompt, max_tokens=12, logprobs=5)
     driver = checkpoint.driver(state_dtype="bfloat16")
     narrow = driver.run(prompt, max_tokens=12, logprobs=0)
-    assert wide.tokens[0] == narrow.tokens[0]
-    first = [answer.outputs[0].logprobs[0].logprob for answer in (wide, narrow)]  # type: ignore[index]
-    assert abs(first[0] - first[1]) < 0.5
+    first, other = (answer.outputs[0].logprobs[0] for answer in (wide, narrow))  # type: ignore[index]
+    known = dict(first.top)[narrow.tokens[0]]
+    assert known > first.logprob - 0.5
+    assert abs(known - other.logprob) < 0.5
     sizes = [laid.block_bytes for laid in driver.core._started.layout.groups]
     assert sizes[1] < 0.75 * [laid.block_bytes for laid in checkpoint.driver().core._started.layout.groups][1]
 
