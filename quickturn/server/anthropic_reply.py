@@ -160,10 +160,12 @@ DIALECT = StreamDialect(named_event({"type": "ping"}), _error_event)
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as the object that they are; an answer that was cut within them has none."""
+    """Arguments as the object that they are; an answer that was cut within them has none, nor do those that
+    nest too deeply for anybody to read.
+    """
     try:
         return msgspec.json.decode(arguments)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
 
 

@@ -102,7 +102,7 @@ def _is_json(text: str) -> bool:
     """Whether arguments are whole: only an answer that was cut within them leaves them broken."""
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 

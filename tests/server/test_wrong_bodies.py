@@ -141,3 +141,19 @@ def test_what_is_too_deep_is_told_so(served: Served) -> None:
         answer = client.post("/v1/messages", content=json.dumps(body).replace('"?"', _DEEP_OBJECT))
     assert answer.status_code == 400
     assert "nested too deeply" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_model_nests_too_deeply_ends_as_any_other(served: Served, stream: bool) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": ' + "[" * 1500 + "]" * 1500 + "}}\n</tool_call>"
+    script = json.dumps({"text": text, "chunk": 500})
+    asked = {"input": "x", "tools": [{"type": "function", **_FUNCTION}], "prompt_cache_key": script}
+    with httpx.Client(base_url=served.root, timeout=PATIENCE_S) as client:
+        answer = client.post("/v1/responses", json={**asked, "stream": stream})
+        assert answer.status_code == 200, answer.text[:300]
+        assert "[" * 1500 in answer.text
+        asked = {**_BODIES["/v1/messages"], "max_tokens": 4000, "tool_choice": {"type": "auto"}}
+        asked |= {"metadata": {"user_id": script}, "stream": stream, "thinking": None}
+        answer = client.post("/v1/messages", json=asked)
+        assert answer.status_code == 200, answer.text[:300]
+        assert '"tool_use"' in answer.text
