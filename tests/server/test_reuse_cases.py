@@ -22,7 +22,7 @@ pytest.importorskip("quickturn_kernels")
 
 UNIT = 64
 TIE = 1e-2
-"""Letters nearer than this are level: a recurrence cut in other pieces has logits that differ by up to 1e-3."""
+"""Letters nearer than this are level: a recurrence cut in other pieces moves logits by up to 1e-3."""
 _salts = itertools.count()
 
 
