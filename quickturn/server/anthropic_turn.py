@@ -8,7 +8,7 @@ import msgspec
 from quickturn.server.answering import ToolChoice, Turn
 from quickturn.server.anthropic_content import chat_messages
 from quickturn.server.errors import invalid, not_supported
-from quickturn.server.fields import MAX_STOPS, CommonFields
+from quickturn.server.fields import MAX_STOP_LENGTH, MAX_STOPS, CommonFields
 from quickturn.server.openai_format import read_response_format
 from quickturn.server.openai_tools import MAX_TOOLS, check_tool_choice, read_function
 from quickturn.text.tools import Tool
@@ -51,9 +51,10 @@ def message_turn(body: MessagesBody) -> Turn:
         if value:
             raise not_supported(name, f"{name} is not supported: this server only generates")
     stops = body.stop_sequences
-    if stops and (len(stops) > MAX_STOPS or not all(stops)):
+    if stops and (len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops)):
         raise invalid(
-            "stop_sequences", f"stop_sequences must hold at most {MAX_STOPS} strings, none of them empty"
+            "stop_sequences",
+            f"stop_sequences must hold at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters",
         )
     retention = retention_seconds(body)
     fields = CommonFields(

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from quickturn.server.errors import ApiError
 
 DEFAULT_REQUESTS = 256
 DEFAULT_SECONDS = 30.0
+ASKING_S = 0.5
 _RATE_WINDOW_S = 60.0
 _LONGEST_RETRY_S = 3600
 
@@ -66,11 +67,16 @@ class Entering(Protocol):
 class WaitingRoom:
     """Counts who waits, and how fast places come free. Without a promise and without limits nobody waits
     here: responses begin at once.
+
+    Those who came together all wait until the engine has looked at them, in its next step, also where there
+    are places for all. So one who finds too many waiting is turned away only if `asking` seconds don't bring
+    a place either.
     """
 
     promise: Promise = field(default_factory=Promise)
     limits: QueueLimits = field(default_factory=QueueLimits)
     clock: Callable[[], float] = time.monotonic
+    asking: float = ASKING_S
     waiting: int = 0
     refused: int = 0
 
@@ -90,21 +96,17 @@ class WaitingRoom:
         if self.open:
             return
         if self.waiting >= self.most:
-            request.cancel()
-            raise self._turn_away(f"{self.waiting} requests wait already")
+            seconds = min(self.asking, self.longest)
+            if not await _begun_within(seconds, request):
+                raise self._turn_away(f"{self.waiting} requests wait already")
+            return
         if not self.waiting:
             self._crowded_since = self.clock()
             self._entered.clear()
         self.waiting += 1
         try:
-            await self._within_limit(request.begun())
-        except TimeoutError:
-            request.cancel()
-            raise self._turn_away(f"this one waited {self.longest:g} s for a place") from None
-        except BaseException:
-            request.cancel()
-            raise
-        else:
+            if not await _begun_within(self.longest, request):
+                raise self._turn_away(f"this one waited {self.longest:g} s for a place")
             self._entered.append(self.clock())
         finally:
             self.waiting -= 1
@@ -120,10 +122,6 @@ class WaitingRoom:
         each = elapsed / max(1, len(self._entered))
         return min(max(1, math.ceil(each * max(1, self.waiting))), _LONGEST_RETRY_S)
 
-    async def _within_limit(self, wait: Awaitable[None]) -> None:
-        async with asyncio.timeout(self.longest):
-            await wait
-
     def _turn_away(self, why: str) -> ApiError:
         self.refused += 1
         seconds = self.retry_after()
@@ -135,3 +133,17 @@ class WaitingRoom:
             code="rate_limit_exceeded",
             retry_after=seconds,
         )
+
+
+async def _begun_within(seconds: float, request: Entering) -> bool:
+    """Whether the request has a place in time; cancels it if it hasn't, also when nobody waits any longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            await request.begun()
+    except TimeoutError:
+        request.cancel()
+        return False
+    except BaseException:
+        request.cancel()
+        raise
+    return True

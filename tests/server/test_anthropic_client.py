@@ -131,6 +131,8 @@ def test_errors_have_the_apis_own_shape(own_server: Callable[..., Served]) -> No
         client.messages.create(model="fake", max_tokens=1, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(model="fake", max_tokens=0, messages=HELLO)
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences must"):
+        client.messages.create(model="fake", max_tokens=1, messages=HELLO, stop_sequences=["x" * 2000])
 
 
 def test_an_error_within_a_stream(client: anthropic.Anthropic) -> None:

@@ -78,7 +78,7 @@ def test_every_api_turns_away_in_its_own_words(crowded: Make, stream: bool) -> N
         client.completions.create(model="fake", prompt="x", stream=stream)
 
 
-def test_too_many_are_turned_away_at_once(crowded: Make) -> None:
+def test_too_many_are_turned_away(crowded: Make) -> None:
     """One waits for as long as it likes to; the next is refused while it does."""
     server = crowded(requests=1, seconds=60.0)
 
@@ -185,6 +185,29 @@ async def test_seconds_to_wait_follow_the_rate() -> None:
         await asyncio.gather(task, return_exceptions=True)
         assert guest.cancelled
     assert room.waiting == 0
+
+
+async def test_nobody_is_turned_away_unasked() -> None:
+    """Five come at once, and one may wait: all get the places that there are, and the sixth none."""
+    room = WaitingRoom(limits=QueueLimits(1, 1000.0), asking=60.0)
+    guests = [Guest() for _ in range(5)]
+    tasks = [asyncio.create_task(room.enter(guest)) for guest in guests]
+    await asyncio.sleep(0)
+    assert room.waiting == 1
+    for guest in reversed(guests):
+        guest.place.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
+    assert room.refused == 0
+    assert not any(guest.cancelled for guest in guests)
+    waits = asyncio.create_task(room.enter(Guest()))
+    await asyncio.sleep(0)
+    room.asking, late = 0.001, Guest()
+    with pytest.raises(ApiError, match="1 requests wait already"):
+        await room.enter(late)
+    assert late.cancelled
+    assert room.refused == 1
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
 
 
 async def test_the_bound_of_a_wait() -> None:
