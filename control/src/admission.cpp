@@ -52,8 +52,15 @@ void Scheduler::admit() {
       blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
       return;
     }
-    if (admit_one(request) == Admission::no_room) return;
-    next = waiting_.erase(next);
+    if (admit_one(request) != Admission::no_room) {
+      next = waiting_.erase(next);
+      continue;
+    }
+    if (!alone() || !std::holds_alternative<Retracted>(request.state)) return;
+    // With its answer so far it is longer than the whole cache.
+    ++counters_.finished;
+    end(request, End{Reason::length}, Reason::length, draft_->ended);
+    next = waiting_.begin();
   }
 }
 
@@ -74,6 +81,37 @@ bool Scheduler::promise_allows_one_more() const {
          1.0 / config_.policy.min_tps_per_user;
 }
 
+bool Scheduler::alone() {
+  return slots_.free() == slots_.capacity() && cache_.limbo().empty() && book_.jobs.empty();
+}
+
+Need Scheduler::need_with(const Request& request, const Match& match, std::span<const Cached> missing) {
+  const PrefixIndex& index = cache_.index();
+  Need need = need_of(request, match.resume);
+  const Need others = committed();
+  for (std::size_t g = 0; g < need.size(); ++g) need[g] += others[g];
+  // Cached blocks that nobody else uses can't be evicted any more once this request uses them.
+  for (NodeId node = match.resume_node; node != kNone && !index.is_protected(node);
+       node = index.parent(node)) {
+    if (!index.has_copy(node, kDevice)) continue;
+    for (const GroupId full : index.full_groups()) ++need[full];
+  }
+  for (const GroupId group : state_groups_) {
+    need[group] += match.resume > 0 && on_device({kNone, index.side(match.resume_node, group)}) ? 1 : 0;
+  }
+  // And those that aren't on the device need room there. Of a window they are counted already.
+  for (const Cached& what : missing) {
+    if (load_of(what) != nullptr) continue;
+    if (what.side == kNone) {
+      for (const GroupId full : index.full_groups()) ++need[full];
+    } else if (const GroupId group = index.side_group(what.side);
+               config_.groups[group].kind == GroupKind::state) {
+      ++need[group];
+    }
+  }
+  return need;
+}
+
 Scheduler::Admission Scheduler::admit_one(Request& request) {
   Match match;
   if (request.hashing) {
@@ -84,25 +122,16 @@ Scheduler::Admission Scheduler::admit_one(Request& request) {
     match = cache_.index().match(request.hashes, limit);
     if (follow(request, match)) return Admission::follows;
   }
-  Need need = need_of(request, match.resume);
-  const Need others = committed();
-  for (std::size_t g = 0; g < need.size(); ++g) need[g] += others[g];
-  // Cached blocks that nobody else uses can't be evicted any more once this request uses them.
-  for (NodeId node = match.resume_node; node != kNone && !cache_.index().is_protected(node);
-       node = cache_.index().parent(node)) {
-    for (const GroupId full : cache_.index().full_groups()) ++need[full];
+  std::vector<Cached> missing = missing_on_device(match);
+  if (!cache_.fits(need_with(request, match, missing))) {
+    if (match.resume == 0 || !alone()) return Admission::no_room;
+    // Nothing will come free any more, and what is cached takes room beside the prompt: it goes, rather than
+    // keep the request from ever running.
+    match.resume = 0;
+    match.resume_node = kNone;
+    missing.clear();
+    if (!cache_.fits(need_with(request, match, missing))) return Admission::no_room;
   }
-  for (const GroupId group : state_groups_) need[group] += match.resume > 0 ? 1 : 0;
-  const std::vector<Cached> missing = missing_on_device(match);
-  for (const Cached& what : missing) {
-    if (load_of(what) != nullptr) continue;
-    if (what.side != kNone) {
-      ++need[cache_.index().side_group(what.side)];
-    } else {
-      for (const GroupId full : cache_.index().full_groups()) ++need[full];
-    }
-  }
-  if (!cache_.fits(need)) return Admission::no_room;
 
   // A prefix known beyond the resume point is where two prompts part: the next one that shares it shall find
   // a state there.

@@ -40,7 +40,10 @@ std::int32_t Scheduler::grow(Request& request, std::int32_t tokens) {
     auto have = window.first + static_cast<std::uint32_t>(window.blocks.size());
     for (; static_cast<std::int32_t>(have) * unit < edge; ++have) {
       BlockId near = kNoBlock;
-      if (!window.blocks.empty() && window.blocks.back().fresh) near = window.blocks.back().fresh.id();
+      if (!window.blocks.empty()) {
+        const WindowBlock& last = window.blocks.back();
+        near = last.fresh ? last.fresh.id() : cache_.index().side_block(last.kept.side(), kDevice);
+      }
       BlockRef block = cache_.allocate(window_groups_[w], near);
       if (!block) {
         edge = static_cast<std::int32_t>(have) * unit;

@@ -38,11 +38,11 @@ std::shared_ptr<const StepPlan> Scheduler::plan(double now) {
   flight.step = next_step_;
   building_ = &flight;
 
-  do {
-    plan_decodes();
-    admit();
-    plan_prefills();
-  } while (flight.rows.empty() && break_standstill());
+  plan_decodes();
+  admit();
+  plan_prefills();
+  // Who gives way here isn't let in again before those whom it stood in the way had their turn.
+  while (flight.rows.empty() && break_standstill()) plan_prefills();
 
   if (!config_.tiers.empty()) plan_demotions();
 

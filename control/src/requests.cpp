@@ -33,7 +33,13 @@ void Scheduler::check_spec(const RequestSpec& spec) const {
                                             std::to_string(config_.max_context));
   Request measure;
   measure.known = static_cast<std::int32_t>(prompt);
-  const Need need = need_of(measure, 0);
+  Need need = need_of(measure, 0);
+  // A window that moves on has its blocks begin anywhere in a slab.
+  const std::int64_t blocks = ceil_div(prompt + 1, config_.block_tokens);
+  for (GroupId g = 0; g < config_.groups.size(); ++g) {
+    const bool moves = config_.groups[g].kind == GroupKind::window && need[g] < blocks;
+    need[g] += moves ? config_.groups[g].blocks_per_slab - 1 : 0;
+  }
   if (cache_.fits_empty(need)) return;
   std::string numbers;
   for (GroupId g = 0; g < config_.groups.size(); ++g) {

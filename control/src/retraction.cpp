@@ -62,8 +62,23 @@ void Scheduler::retract(Request& request) {
 
 bool Scheduler::break_standstill() {
   if (!flights_.empty() || !cache_.limbo().empty() || !book_.jobs.empty()) return false;
-  if (prefilling_.size() < 2) return false;
-  retract(*prefilling_.back());
+  if (prefilling_.empty()) return false;
+  Request& last = *prefilling_.back();
+  // Who reads the plan hears of a slot before it hears that the slot is free: the next plan will do.
+  const auto& admitted = draft_->admitted.ids;
+  if (std::find(admitted.begin(), admitted.end(), last.id) != admitted.end()) return false;
+  if (prefilling_.size() > 1) {
+    retract(last);
+  } else if (!last.clean_start) {
+    // Its blocks lie in slabs of which others' cached ones, or its own scattered ones, leave it too few: into
+    // an empty arena it fits.
+    retract(last);
+    last.clean_start = true;
+    cache_.reset();
+  } else {
+    ++counters_.finished;
+    end(last, End{Reason::length}, Reason::length, draft_->ended);
+  }
   return true;
 }
 

@@ -166,6 +166,8 @@ class ArenaLayout:
                 need = 1
             elif laid.group.window:
                 need = min(blocks, -(-laid.group.window // self.block_tokens) + 2)
+                # A window that moves on has its blocks begin anywhere in a slab.
+                need += laid.blocks_per_slab - 1 if need < blocks else 0
             slabs += -(-need // laid.blocks_per_slab)
         return slabs
 

@@ -150,6 +150,7 @@ class Driver:
         for other in plans[1:]:
             assert same_plan(plan, other), "two schedulers fed the same calls disagree"
         if plan is None:
+            self.follow_events()  # it may have evicted for a row that found no room all the same
             return False
         self.device.run(plan)
         self.cached += int(plan.admitted.cached_tokens.sum())

@@ -89,10 +89,10 @@ class Sim:
         if plan is None:
             return
         self.plans.append(plan)
-        self._end(plan.ended)
         for number in plan.released.ids.tolist():
             self.slot_of.pop(number)
             self.retracted.append(number)
+        self._end(plan.ended)
         for number, slot, cached in zip(
             plan.admitted.ids.tolist(),
             plan.admitted.slots.tolist(),

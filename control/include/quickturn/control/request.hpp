@@ -103,6 +103,7 @@ struct Request {
 
   std::int32_t ceiling = 0;  // prompt tokens that an infinite cache would have had
   std::int32_t loads = 0;    // transfers to the device that it waits for
+  bool clean_start = false;  // all that was cached went so that it could go on
 
   Holding& cache() {
     if (auto* prefilling = std::get_if<Prefilling>(&state)) return prefilling->cache;

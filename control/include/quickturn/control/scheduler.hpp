@@ -145,7 +145,11 @@ class Scheduler {
   void admit();
   Admission admit_one(Request& request);
   bool promise_allows_one_more() const;
+  // What it and everybody who was admitted before may still take, if it goes on from there.
+  Need need_with(const Request& request, const Match& match, std::span<const Cached> missing);
   Need committed() const;
+  // Nobody has a slot, and nothing is on its way back.
+  bool alone();
   void pin_prefix(Holding& cache, const Match& match);
   void tell_prefix(const Holding& cache, SlotId slot, const Match& match);
   // Index of the first block of the group that a query at `position` sees.
