@@ -18,7 +18,9 @@ EXAMPLE = "Example: quickturn serve Qwen/Qwen3-0.6B --port 8000 --memory 8GiB --
 def serve(
     model: options.Model = "embedded",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 for any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 for any free one.", min=0, max=65535)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Key that clients must send; may be given several times.")
     ] = None,
@@ -114,6 +116,9 @@ def serve(
 
     if log_level not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is no log level", param_hint="--log-level")
+    if not all(api_key or ()):
+        # A variable that isn't set, say: whoever sends no key would be let in.
+        raise typer.BadParameter("a key must not be empty", param_hint="--api-key")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     serve_config = serving.ServeConfig(
         host,

@@ -109,7 +109,7 @@ async def serve(
             if on_ready is not None and state.engine.ready is not None:
                 sock.listen(_BACKLOG)
                 host, port = sock.getsockname()[:2]
-                on_ready(state.engine.ready, f"http://{host}:{port}/v1")
+                on_ready(state.engine.ready, f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             leaving = asyncio.create_task(_leave_with_ranks(state, server, engine_config.world))
             await server.serve(sockets=[sock])
             leaving.cancel()
@@ -137,7 +137,9 @@ def _bound_socket(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        raise OSError(
+            f"can't listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
     return sock
 
 

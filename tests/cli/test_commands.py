@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_a_full_context_is_said(model: str) -> None:
         (["serve", "--memory", "lots"], "not a size"),
         (["serve", "--dtype", "int3"], "int3"),
         (["serve", "--block-tokens", "63"], "power of two"),
+        (["serve", "--port", "99999"], "--port"),
+        (["serve", "--host", "192.0.2.1", "--port", "0"], "--host"),
+        (["serve", "--api-key", ""], "must not be empty"),
     ],
 )
 def test_mistakes_are_explained_without_a_stack(words: list[str], message: str) -> None:
@@ -125,4 +129,26 @@ def test_serve_until_told_to_stop(model: str) -> None:
         assert "choose another --port" in busy.stderr
         process.send_signal(signal.SIGINT)
         process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_address_of_ipv6_can_be_called(model: str) -> None:
+    with socket.socket(socket.AF_INET6) as sock:
+        try:
+            sock.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+    with subprocess.Popen(
+        command("serve", model, "--host", "::1", "--port", "0", *FAKE),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            url = next(line.split()[-1] for line in process.stderr if line.startswith("serving at "))
+            assert httpx.get(f"{url}/models", timeout=PATIENCE_S).status_code == 200
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stderr.read()
         assert process.wait(PATIENCE_S) == 0
