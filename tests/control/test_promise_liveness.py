@@ -108,6 +108,7 @@ class Run:
 
     def step(self) -> None:
         """One plan. Something runs in it, and prompts aren't forgotten for long."""
+        room = self.room()
         plan = self.sim.step()
         assert plan is not None, f"nothing runs: {self.sim.scheduler.stats()}"
         # One that gives way may leave its cache to the next plan.
@@ -117,11 +118,17 @@ class Run:
         self.prefilling -= set(plan.released.ids.tolist()) | set(self.sim.ended)
         self.prefilling -= {number for number in self.sim.token_times if number in self.prefilling}
         decodes_alone = plan.num_rows == plan.num_decode_rows
-        # A prompt that waits for cache is held up by the pool, not by the promise.
-        stats = self.sim.scheduler.stats()
-        room = stats["slabs_free"] + stats["blocks_evictable"] > 0
-        self.starved = self.starved + 1 if decodes_alone and self.prefilling and room else 0
+        # A prompt that waits for cache is held up by the pool, not by the promise: of what was left before
+        # the plan, decoding rows may need a block each.
+        room = min(room, self.room())
+        starves = decodes_alone and self.prefilling and room > plan.num_decode_rows
+        self.starved = self.starved + 1 if starves else 0
         assert self.starved < STARVED, "prompts starve"
+
+    def room(self) -> float:
+        """Blocks that nobody needs."""
+        stats = self.sim.scheduler.stats()
+        return stats["slabs_free"] + stats["blocks_evictable"]
 
     def all(self) -> None:
         """Requests come and go while others run; then the rest ends in time."""

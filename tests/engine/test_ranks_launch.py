@@ -108,11 +108,11 @@ def test_a_ranks_own_words_go_before_what_followed() -> None:
 
 def test_a_rank_that_hangs_is_found_and_one_that_waits_is_not(followers: Followers) -> None:
     waits, hangs = followers.add(), followers.add()
-    crew = Crew(followers.members, 0.5)
+    crew = Crew(followers.members, 2.0)
     crew.alive(WAITING)
     tell(waits, Alive(WAITING))
     tell(hangs, Alive("loading tiny"))
-    assert "rank 2 (somewhere) hangs: it has not got on with 'loading tiny' for 0.5 s" in lost(crew)
+    assert "rank 2 (somewhere) hangs: it has not got on with 'loading tiny' for 2 s" in lost(crew)
 
 
 def test_errors_of_links_become_those_of_ranks(followers: Followers) -> None:

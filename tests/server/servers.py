@@ -3,6 +3,7 @@ behind each.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -24,6 +25,13 @@ http = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connec
 """For single requests. No connection is kept: the server of the next request may be another, or gone."""
 
 
+class Figures(dict[str, float]):
+    """What an engine in a long step hasn't told yet is no number, which no condition holds for."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
+
+
 @dataclass
 class Served:
     process: "subprocess.Popen[str]"
@@ -42,7 +50,7 @@ class Served:
     def stats(self) -> dict[str, float]:
         page = http.get(f"{self.root}/metrics").text
         lines = [line.split() for line in page.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in (line for line in lines if len(line) == 2)}
+        return Figures({name: float(value) for name, value in (line for line in lines if len(line) == 2)})
 
     def wait_for(
         self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_S

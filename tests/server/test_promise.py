@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from places_core import ENDLESS
-from servers import Served, http, start_server, stop_server
+from servers import PATIENCE_S, Served, http, start_server, stop_server
 
 from quickturn.server.errors import ApiError
 from quickturn.server.metrics import AnswerFigures
@@ -80,10 +80,10 @@ def test_every_api_turns_away_in_its_own_words(crowded: Make, stream: bool) -> N
 
 def test_too_many_are_turned_away(crowded: Make) -> None:
     """One waits for as long as it likes to; the next is refused while it does."""
-    server = crowded(requests=1, seconds=60.0)
+    server = crowded(requests=1, seconds=10 * PATIENCE_S)
 
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with httpx.AsyncClient(timeout=10 * PATIENCE_S) as client:
             body = {"prompt": "x", "stream": True}
             waits = asyncio.create_task(client.post(f"{server.url}/completions", json=body))
             await asyncio.to_thread(server.wait_for, lambda stats: stats["quickturn_queue_waiting"] == 1)
@@ -106,10 +106,10 @@ def test_too_many_are_turned_away(crowded: Make) -> None:
 
 
 def test_who_waits_gets_the_place_that_comes_free(crowded: Make) -> None:
-    server = crowded(taken=False, seconds=60.0)
+    server = crowded(taken=False, seconds=PATIENCE_S)
 
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=2 * PATIENCE_S) as client:
 
             async def ask(stream: bool) -> httpx.Response:
                 body = {"prompt": "x", "stream": stream, "max_tokens": 30, "n": 2}
