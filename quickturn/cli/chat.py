@@ -31,7 +31,9 @@ def chat(
     system: Annotated[str, typer.Option(help="System message of the conversation.")] = "",
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Default: the model's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed gives the same answer.", min=0, max=(1 << 63) - 1)
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 1024,
     memory: options.Memory = "512MiB",
     dtype: options.Dtype = "auto",
@@ -58,7 +60,7 @@ def chat(
     )
     given = {"temperature": temperature, "top_p": top_p, "seed": seed}
     chosen = {name: value for name, value in given.items() if value is not None}
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [{"role": "system", "content": whole_text(system)}] if system else []
     from quickturn.cli.progress import StartDisplay
     from quickturn.engine.stream import EngineDied
     from quickturn.server.startup import start_engine
@@ -95,6 +97,11 @@ def sampling_of(model: Mapping[str, float], chosen: dict[str, Any]) -> dict[str,
     return {**careful, **model, **chosen}
 
 
+def whole_text(text: str) -> str:
+    """`text` from a command line or a terminal; bytes in it that are no UTF-8 become U+FFFD."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 class Talk:
     """A conversation: what was said, and the engine that answers."""
 
@@ -124,7 +131,7 @@ class Talk:
         """Print the answer to `text` as it comes. Of an interrupted answer, what was printed stays in the
         conversation; a text that could not be answered doesn't. Raises ValueError for such a one.
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": whole_text(text)})
         parts: list[str] = []
         try:
             async with aclosing(self._answer()) as answer:

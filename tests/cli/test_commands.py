@@ -67,6 +67,18 @@ def test_chat_reads_the_prompt_from_standard_input(model: str) -> None:
     assert run("chat", model, "--prompt", "-", *FAKE, given="Hello").stdout == DEFAULT_TEXT + "\n"
 
 
+def test_bytes_that_are_no_text_are_answered_all_the_same(model: str) -> None:
+    """With the C locale, Python lets such bytes through to the tokenizer, which takes none of them."""
+    done = subprocess.run(
+        command("chat", model, *FAKE, "--max-tokens", "3", "--system", "\udcff"),
+        input=b"a \xff\xfe b\n/exit\n",
+        capture_output=True,
+        env={**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:surrogateescape"},
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stdout.count(b"Gr")) == (0, 1), done.stderr[-2000:]
+
+
 def test_conversation(model: str) -> None:
     done = run("chat", model, *FAKE, "--max-tokens", "3", given="Hello\n/clear\nAgain\n/exit\n")
     assert done.returncode == 0
@@ -89,6 +101,7 @@ def test_a_full_context_is_said(model: str) -> None:
         (["serve", "--dtype", "int3"], "int3"),
         (["serve", "--block-tokens", "63"], "power of two"),
         (["serve", "--port", "99999"], "--port"),
+        (["chat", "--prompt", "x", "--seed", "9" * 30], "--seed"),
         (["serve", "--host", "192.0.2.1", "--port", "0"], "--host"),
         (["serve", "--api-key", ""], "must not be empty"),
     ],
