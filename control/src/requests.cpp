@@ -167,6 +167,7 @@ void Scheduler::add(const RequestSpec& spec) {
   auto owned = std::make_unique<Request>();
   Request& request = *owned;
   request.id = spec.id;
+  request.run = ++runs_;
   request.prompt = request.known = static_cast<std::int32_t>(spec.tokens.size());
   request.max_tokens = std::min(spec.max_tokens, config_.max_context - request.prompt);
   request.left = request.max_tokens;
@@ -229,7 +230,7 @@ void Scheduler::end(Request& request, Event event, Reason reason, EndedRows& rep
   leave_sharing(request);
   std::unique_ptr<Request> owned = take_out(request);
   request.slot = kNoSlot;
-  ++request.run;
+  request.run = ++runs_;
   Remains remains = leave(request, std::move(event));
   retire(request.last_step, std::move(remains), std::move(owned));
 }

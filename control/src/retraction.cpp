@@ -49,7 +49,7 @@ void Scheduler::retract(Request& request) {
   leave_sharing(request);
   unlist(request);
   request.slot = kNoSlot;
-  ++request.run;
+  request.run = ++runs_;
   ++request.retractions;
   ++counters_.retractions;
   // An answer token on its way still counts; tokens planned beyond it were never sampled.

@@ -382,3 +382,33 @@ def test_retraction_of_a_prefill() -> None:
     young = sim.add(prompt(12_000, 9), 4)
     sim.run()
     assert all(sim.ended[number] == qc.LENGTH for number in [*old, young])
+
+
+def test_an_id_that_is_used_again_waits_for_its_own_copies() -> None:
+    """Its first user is cancelled while its prefix comes back from the host; the second shares the copies."""
+    sim = Sim(
+        20,
+        [qc.GroupConfig("full", 1)],
+        tiers=[qc.TierConfig("host", [100])],
+        policy=qc.Policy(demote_below=1.0),
+    )
+    tokens = prompt(8 * UNIT + 5, 1)
+    for first in (tokens, prompt(18 * UNIT, 2)):
+        sim.answer(first, 2)
+        for _ in range(40):
+            sim.step()  # copies go down, and the first prompt's blocks are evicted
+    scheduler = sim.scheduler
+    for again in (False, True):
+        scheduler.add(qc.Request(77, tokens, max_tokens=2))
+        plan = scheduler.plan(sim.now)
+        assert plan is not None
+        assert not plan.num_rows
+        if not again:
+            copies = plan.transfers_before.ids.tolist()
+            scheduler.cancel(77)
+    scheduler.transfers_done(copies[:-1])
+    assert scheduler.plan(sim.now) is None
+    scheduler.transfers_done(copies[-1:])
+    plan = scheduler.plan(sim.now)
+    assert plan is not None
+    assert plan.num_rows == 1

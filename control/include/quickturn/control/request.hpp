@@ -62,7 +62,7 @@ struct Request {
   std::int32_t left = 0;        // answer tokens that may still be planned
   std::int32_t min_left = 0;    // answer tokens before a stop id counts
   std::int32_t in_flight = 0;   // planned steps that weren't applied
-  std::uint32_t run = 0;        // counts admissions: a row of an earlier one is recognised
+  std::uint32_t run = 0;        // no two are alike: a row or copy of an earlier one is recognised
   std::int32_t list_at = -1;    // place in the decoding or prefilling list
   SlotId slot = kNoSlot;
   std::uint8_t num_stops = 0;  // of `stops`, 255: look in `more_stops`

@@ -307,6 +307,7 @@ class Scheduler {
   StepId next_step_ = 0;
   StepId applied_step_ = -1;
   std::uint64_t next_serial_ = 0;
+  std::uint32_t runs_ = 0;
   std::uint64_t epoch_ = 1;          // grows when something was freed
   std::uint64_t blocked_epoch_ = 0;  // when the head of the queue last found no room
   double now_ = 0.0;
