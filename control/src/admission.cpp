@@ -40,42 +40,60 @@ void Scheduler::admit() {
   promise_holds_ = false;
   if (blocked_epoch_ == epoch_) return;
   blocked_epoch_ = epoch_;
+  // The last one whom the promise kept out. It is passed by who has much less to compute: at every second
+  // place that comes free.
+  const Request* held = nullptr;
   for (auto next = waiting_.begin(); next != waiting_.end() && slots_.free() > 0;) {
     Request& request = **next;
     // A retracted request first hears of the token that is still on its way.
-    if (request.in_flight > 0) {
+    if (request.in_flight > 0 ||
+        (held != nullptr && !may_pass(request, request.uncached, *held, held->uncached))) {
       ++next;
       continue;
     }
-    if (!promise_allows_one_more()) {
+    if (!promise_allows(request)) {
       promise_holds_ = true;
       blocked_epoch_ = 0;  // what steps take is learned all the time: ask again
-      return;
-    }
-    if (admit_one(request) != Admission::no_room) {
-      next = waiting_.erase(next);
+      if (was_passed_) return;
+      held = &request;
+      ++next;
       continue;
     }
-    if (!alone() || !std::holds_alternative<Retracted>(request.state)) return;
-    // With its answer so far it is longer than the whole cache.
-    ++counters_.finished;
-    end(request, End{Reason::length}, Reason::length, draft_->ended);
-    next = waiting_.begin();
+    const Admission came = admit_one(request);
+    if (came == Admission::no_room) {
+      if (!alone() || !std::holds_alternative<Retracted>(request.state)) return;
+      // With its answer so far it is longer than the whole cache.
+      ++counters_.finished;
+      end(request, End{Reason::length}, Reason::length, draft_->ended);
+      next = waiting_.begin();
+      continue;
+    }
+    next = waiting_.erase(next);
+    if (came == Admission::follows) continue;
+    was_passed_ = held != nullptr;
+    if (was_passed_) return;
   }
 }
 
-bool Scheduler::promise_allows_one_more() const {
-  const std::size_t running = decoding_.size() + prefilling_.size();
-  if (config_.policy.min_tps_per_user <= 0.0 || running == 0 || !model_.knows_decodes()) return true;
-  StepLoad load;
-  load.decode_tokens = static_cast<double>(running + 1) * (1 + config_.draft_tokens);
-  for (const auto* list : {&decoding_, &prefilling_}) {
-    for (const Request* request : *list) load.decode_context += request->known;
+bool Scheduler::promise_allows(const Request& request) const {
+  if (config_.policy.min_tps_per_user <= 0.0 || !model_.knows_decodes()) return true;
+  StepLoad now;
+  double running = 0.0;
+  const auto count = [&](const Request& other) {
+    running += 1.0;
+    now.decode_context += other.known;
+  };
+  for (const Request* other : decoding_) count(*other);
+  // Of prompts those that are done before its own. How many may then begin to decode is seen to once more.
+  for (const Request* other : prefilling_) {
+    if (other->known - other->planned <= request.uncached) count(*other);
   }
-  StepLoad now = load;
-  now.decode_tokens = static_cast<double>(running) * (1 + config_.draft_tokens);
-  const double growth = static_cast<double>(running + 1) / static_cast<double>(running);
-  load.decode_context *= growth;
+  if (running == 0.0) return true;
+  const double growth = (running + 1.0) / running;
+  now.decode_tokens = running * (1 + config_.draft_tokens);
+  StepLoad load;
+  load.decode_tokens = growth * now.decode_tokens;
+  load.decode_context = growth * now.decode_context;
   // A row more takes no larger a share than the others do: what once took long by accident keeps nobody out.
   return std::min(model_.predict(load), growth * model_.predict(now)) + between() <=
          1.0 / config_.policy.min_tps_per_user;

@@ -31,8 +31,8 @@ constexpr std::int32_t kForgotten = 2;
 double Scheduler::pause_with(std::int32_t tokens) const {
   StepLoad mixed = building_->load;
   for (const Request* request : prefilling_) {
-    if (request->loads > 0 || tokens <= 0) continue;
-    const double query = std::min(tokens, request->known - request->planned);
+    const double query = std::min(tokens, open_tokens(*request));
+    if (query <= 0) continue;
     mixed.prompt_tokens += query;
     mixed.prompt_context += request->planned;
     mixed.prompt_work += query * (request->planned + 0.5 * query);

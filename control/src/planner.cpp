@@ -104,30 +104,26 @@ void Scheduler::plan_decodes() {
 }
 
 void Scheduler::plan_prefills() {
-  const Allowance allowed = prefilling_.empty() ? Allowance{} : with_pauses(prefill_budget());
+  ++round_;
+  starts_left_ = starts_allowed();
+  const Allowance allowed = first_in_turn() == nullptr ? Allowance{} : with_pauses(prefill_budget());
   std::int32_t budget = allowed.tokens;
-  for (std::size_t i = 0; i < prefilling_.size() && budget > 0;) {
-    Request& request = *prefilling_[i];
-    if (request.loads > 0) {
-      ++i;
-      continue;
-    }
-    std::int32_t query = std::min(budget, request.known - request.planned);
-    query = grow(request, until_checkpoint(request, query));
-    if (query <= 0) {
-      ++i;
-      continue;
-    }
+  for (Request* next = next_in_turn(); next != nullptr && budget > 0; next = next_in_turn()) {
+    Request& request = *next;
+    const std::int32_t query =
+        grow(request, until_checkpoint(request, std::min(budget, open_tokens(request))));
+    note_turn(request, query);
+    if (query <= 0) continue;
     const bool sampled = request.planned + query == request.known;
     emit(request, query, sampled, false);
     budget = allowed.one_prompt ? 0 : budget - query;
-    if (!sampled) {
-      ++i;
-      continue;
-    }
+    if (!sampled) continue;
     unlist(request);
     move_on<Prefilling>(request, PromptPlanned{});
-    if (request.left > 0) enlist(request);
+    if (request.left > 0) {
+      enlist(request);
+      --starts_left_;
+    }
   }
   note_prefills(allowed.tokens);
   note_pause(allowed);

@@ -21,7 +21,7 @@ constexpr double kBetweenRate = 0.05;
 constexpr double kMostBetween = 0.25;
 // Where even the least prompt takes longer than promised, it may take so many times the least, ...
 constexpr double kOverdrawn = 1.5;
-// ... once the steps before it have saved the time, or after so many: nobody starves.
+// ... once the steps before it have saved the time, or after so many: nobody starves who might be answered.
 constexpr std::int32_t kStarvedSteps = 8;
 // What the least takes is measured again after so many larger ones.
 constexpr std::int32_t kLeastKnownFor = 8;
@@ -87,9 +87,8 @@ std::int32_t Scheduler::a_little_more(std::int32_t tokens, bool recorded) const 
 }
 
 const Request& Scheduler::next_prompt() const {
-  const auto ready = [](const Request* request) { return request->loads == 0; };
-  const auto found = std::find_if(prefilling_.begin(), prefilling_.end(), ready);
-  return found == prefilling_.end() ? *prefilling_.front() : **found;
+  const Request* next = next_in_turn();
+  return next == nullptr ? *prefilling_.front() : *next;
 }
 
 std::int32_t Scheduler::padded(std::int32_t tokens, bool recorded) const {
@@ -191,14 +190,13 @@ std::int32_t Scheduler::over_several_steps(double decode_time, double limit, boo
   const std::int32_t steps = starved_steps_ + 1;
   const double spare = std::max(0.0, allowed - decode_time);
   const bool saved = steps * spare >= time_with(tokens, recorded) - decode_time;
-  return saved || steps >= kStarvedSteps ? std::min(most, tokens) : 0;
+  return saved || (steps >= kStarvedSteps && somebody_may_end()) ? std::min(most, tokens) : 0;
 }
 
 std::int32_t Scheduler::left_to_prefill(std::int32_t enough) const {
   std::int32_t left = 0;
   for (const Request* request : prefilling_) {
-    if (request->loads > 0) continue;
-    left += request->known - request->planned;
+    left += open_tokens(*request);
     if (left > enough) break;
   }
   return left;

@@ -1,4 +1,5 @@
 // Figures for the metrics page, and the audit of every invariant.
+#include <algorithm>
 #include <stdexcept>
 
 #include "quickturn/control/scheduler.hpp"
@@ -10,6 +11,7 @@ std::vector<std::pair<std::string, double>> Scheduler::stats() const {
   std::int64_t evictable = 0;
   for (GroupId g = 0; g < config_.groups.size(); ++g) evictable += arena.evictable(g);
   const auto number = [](auto value) { return static_cast<double>(value); };
+  const auto held = [this](const Request* one) { return is_held(*one); };
   std::vector<std::pair<std::string, double>> figures{
       {"requests_waiting", number(waiting_.size())},
       {"requests_running", number(slots_.capacity() - slots_.free())},
@@ -40,6 +42,7 @@ std::vector<std::pair<std::string, double>> Scheduler::stats() const {
       {"min_cacheable_tokens", number(config_.block_tokens)},
       {"pauses", number(counters_.pauses)},
       {"requests_held_by_promise", promise_holds_ ? number(waiting_.size()) : 0.0},
+      {"prompts_held_by_promise", number(std::count_if(prefilling_.begin(), prefilling_.end(), held))},
       {"step_us_predicted", last_predicted_ * 1e6},
       {"step_us_measured", last_measured_ * 1e6},
       {"transfers_in_progress", number(book_.job_of.size())},

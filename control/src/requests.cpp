@@ -148,18 +148,22 @@ void Scheduler::want_checkpoint(Request& request, std::uint32_t boundary) const 
   if (boundary > 0 && (at == wanted.end() || *at != boundary)) wanted.insert(at, boundary);
 }
 
-double Scheduler::head_start(const Request& request) const {
-  // Short prefills first: a request counts as arrived later by the time that its prefill takes, within the
-  // fairness bound.
+std::int32_t Scheduler::count_uncached(const Request& request) const {
   std::int32_t cached = 0;
   if (request.hashing && !request.fresh) {
     const auto limit = static_cast<std::uint32_t>((request.prompt - 1) / config_.block_tokens);
     cached =
         static_cast<std::int32_t>(cache_.index().match(request.hashes, limit).resume) * config_.block_tokens;
   }
+  return request.prompt - cached;
+}
+
+double Scheduler::head_start(const Request& request) const {
+  // Short prefills first: a request counts as arrived later by the time that its prefill takes, within the
+  // fairness bound.
   constexpr double kGuess = 1e-4;
   const double per_token = model_.seconds_per_token() > 0.0 ? model_.seconds_per_token() : kGuess;
-  return std::min(config_.policy.fairness, per_token * (request.prompt - cached));
+  return std::min(config_.policy.fairness, per_token * request.uncached);
 }
 
 void Scheduler::add(const RequestSpec& spec) {
@@ -194,6 +198,7 @@ void Scheduler::add(const RequestSpec& spec) {
   }
   want_checkpoints(request, spec);
   request.session = spec.session;
+  request.uncached = count_uncached(request);
   request.order = {spec.priority, spec.arrival + head_start(request), next_serial_++};
   if (request.deadline != kNever) deadlines_.emplace(request.deadline, request.id);
   waiting_.insert(&request);

@@ -83,6 +83,7 @@ void Scheduler::learn(const StepLoad& load, double elapsed_us) {
   last_measured_ = elapsed_us * 1e-6;
   spent_ += last_measured_;
   model_.learn(load, last_measured_);
+  if (load.prompt_tokens == 0.0 && load.decode_tokens > 0.0) note_rows(load, last_measured_);
   // Users are behind by what a pause took, not by what was expected of it; but a compile is none of theirs.
   if (load.pause > 0.0) {
     const double more = std::min(last_measured_, 2 * load.pause) - load.pause;

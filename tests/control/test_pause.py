@@ -6,31 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import quickturn_control as qc
-from control_clocks import Beside, Clock, noisy, recorded_gpu
+from control_clocks import RECORDED, Beside, Clock, mixture, noisy, recorded_gpu
 from control_sim import FULL, STATE, Sim, prompt
 
-RECORDED = [(rows, tokens) for rows in (1, 2, 4, 8, 16) for tokens in (32, 64, 128, 256, 512)]
 TPS = 70.0
-
-
-def mixture(plan: qc.StepPlan) -> float:
-    """A mixture of experts of 35B on an H200: a step reads the experts that its tokens chose, so that the
-    first tokens beside decoding rows cost most; launched kernel by kernel it takes 38 ms at least.
-    """
-
-    def line(x: float, *points: tuple[int, float]) -> float:
-        return float(np.interp(x, [at for at, _ in points], [ms for _, ms in points]))
-
-    rows, pieces = plan.num_decode_rows, plan.query_lens[plan.num_decode_rows :].tolist()
-    decode = line(rows, (0, 0), (1, 2.8), (2, 3.5), (8, 6.3), (16, 9.0), (32, 13.0))
-    decode += 5e-6 * float(plan.context_lens[:rows].sum())
-    if not pieces:
-        return 1e-3 * decode
-    tokens = sum(pieces)
-    held = [t for r, t in RECORDED if len(pieces) == 1 and 0 < rows <= r and t - r >= tokens]
-    if held:
-        return 1e-3 * (decode + line(min(held), (16, 7.2), (32, 10.9), (64, 14.4), (128, 16.3), (512, 20.0)))
-    return 1e-3 * max(38.0, (decode + 20.0 if rows else 0.0) + 0.018 * tokens)
 
 
 def machine(clock: Clock, seed: int, **policy: Any) -> Sim:

@@ -119,9 +119,11 @@ class Run:
         self.prefilling -= {number for number in self.sim.token_times if number in self.prefilling}
         decodes_alone = plan.num_rows == plan.num_decode_rows
         # A prompt that waits for cache is held up by the pool, not by the promise: of what was left before
-        # the plan, decoding rows may need a block each.
+        # the plan, decoding rows may need a block each. One that may not end yet is held up by the users
+        # before it.
         room = min(room, self.room())
-        starves = decodes_alone and self.prefilling and room > plan.num_decode_rows
+        waits = len(self.prefilling) > self.sim.scheduler.stats()["prompts_held_by_promise"]
+        starves = decodes_alone and waits and room > plan.num_decode_rows
         self.starved = self.starved + 1 if starves else 0
         assert self.starved < STARVED, "prompts starve"
 

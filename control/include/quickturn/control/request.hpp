@@ -70,12 +70,14 @@ struct Request {
   bool fresh = false;
   std::array<std::int32_t, 4> stops{};
   StepId last_step = -1;
+  std::uint64_t round = 0;         // of planning prompts, the last in which it had its turn
   std::vector<std::int32_t> tail;  // known tokens after the last hashed block
 
   State state = Submitted{};
 
   RequestId id = 0;
   OrderKey order;
+  std::int32_t uncached = 0;  // of its prompt when it came: what had to be computed
   std::int32_t prompt = 0;
   std::int32_t generated = 0;
   std::int32_t max_tokens = 0;

@@ -118,6 +118,8 @@ class Scheduler {
   void hash_prompt(Request& request, std::span<const std::int32_t> tokens) const;
   void hash_tail(Request& request);
   void fetch_ahead(const Request& request) const;
+  // Tokens of its prompt that aren't cached.
+  std::int32_t count_uncached(const Request& request) const;
   double head_start(const Request& request) const;
   Hash128 before_block(const Request& request, std::size_t block, const Hash128& before) const;
   void want_checkpoints(Request& request, const RequestSpec& spec) const;
@@ -144,9 +146,10 @@ class Scheduler {
   enum class Admission { admitted, follows, no_room };
   void admit();
   Admission admit_one(Request& request);
-  bool promise_allows_one_more() const;
   // What it and everybody who was admitted before may still take, if it goes on from there.
   Need need_with(const Request& request, const Match& match, std::span<const Cached> missing);
+  // Whether steps stay as short as promised with its row and those of who is done before it.
+  bool promise_allows(const Request& request) const;
   Need committed() const;
   // Nobody has a slot, and nothing is on its way back.
   bool alone();
@@ -242,6 +245,28 @@ class Scheduler {
   std::int32_t left_to_prefill(std::int32_t enough) const;
   void note_prefills(std::int32_t budget);
 
+  // starts.cpp
+  // Seconds of a step of so many decoding rows with so much context in all.
+  double time_of_rows(double rows, double context) const;
+  void note_rows(const StepLoad& load, double seconds);
+  // How many prompts may end in this step, so that they decode in the next.
+  std::int32_t starts_allowed() const;
+  // Whether a prompt may not end in this step, since with its row steps would take longer than promised.
+  bool is_held(const Request& request) const { return starts_left_ == 0 && request.left > 1; }
+  bool somebody_may_end() const;
+  // Tokens of its prompt that this step may compute.
+  std::int32_t open_tokens(const Request& request) const;
+
+  // turns.cpp
+  // Of prompts that had no turn in this step, whose is next, and the first in queue order; null: nobody's.
+  Request* next_in_turn() const;
+  Request* first_in_turn() const;
+  bool has_turn(const Request& request) const;
+  // Whether it passes one that stands before it; of either the tokens that are left to compute.
+  static bool may_pass(const Request& request, std::int32_t tokens, const Request& other,
+                       std::int32_t other_tokens);
+  void note_turn(Request& request, std::int32_t tokens);
+
   // pause.cpp
   // What promise.cpp allows, or more, or nothing if more in a later step brings prompts on faster.
   Allowance with_pauses(const Allowance& allowed) const;
@@ -293,6 +318,7 @@ class Scheduler {
   double planned_at_ = 0.0;  // the step before
   double spent_ = 0.0;       // in steps since then
   double between_ = 0.0;
+  bool was_passed_ = false;          // the last place went to somebody behind whom the promise kept out
   bool promise_holds_ = false;       // somebody waits for a slot because more would break the promise
   std::int32_t starved_steps_ = 0;   // in a row, in which prefills got nothing
   std::int32_t mixed_steps_ = 0;     // in a row, with decoding rows and prompts
@@ -302,6 +328,16 @@ class Scheduler {
   std::int32_t pause_age_ = 0;       // of them since the last pause
   double pause_debt_ = 0.0;          // seconds that users are behind what is promised
   double lone_decodes_ = 0.0;        // tokens of the last step of decoding rows alone
+  std::uint64_t round_ = 0;          // of planning prompts
+  std::int64_t passed_tokens_ = 0;   // that short prompts got before the first, less what the first got
+  struct RowsTime {
+    double tokens = 0.0;
+    double context = 0.0;
+    double seconds = 0.0;
+  };
+  RowsTime rows_;                 // the last step of decoding rows alone that was measured
+  RowsTime rows_before_;          // the last one with another number of them
+  std::int32_t starts_left_ = 0;  // prompts that may still end in this step
 
   Flight* building_ = nullptr;
   StepId next_step_ = 0;

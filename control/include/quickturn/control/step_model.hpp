@@ -101,6 +101,8 @@ class StepModel {
   void learn(const StepLoad& load, double seconds);
   bool knows() const { return samples_ > 0; }
   bool knows_decodes() const { return decode_.largest() > 0; }
+  // The most decoding rows' tokens that were measured.
+  double most_decodes() const { return decode_.largest(); }
   // The most prompt tokens that were measured beside decoding rows, in recorded steps or in others.
   double most_beside(bool recorded) const { return beside(recorded).cost.most(); }
   // Of a hundred such steps, no more than one should take longer than this times what was predicted.

@@ -61,9 +61,10 @@ function showPromise(promise, stats) {
   if (promise.promised_tokens_per_second) said.push(`${promise.promised_tokens_per_second} tokens/s for every user`);
   if (promise.promised_first_token_seconds) said.push(`a first token within ${promise.promised_first_token_seconds} s`);
   const milliseconds = (name) => fixed((stats[name] ?? 0) / 1000, 2);
+  const held = (stats.requests_held_by_promise ?? 0) + (stats.prompts_held_by_promise ?? 0);
   at("promise").textContent =
     `${said.length ? `Promised: ${said.join(", ")}` : "Nothing is promised"}. ` +
-    `${count(promise.queue_waiting)} wait for a place, ${count(stats.requests_held_by_promise ?? 0)} because of the promise; ` +
+    `${count(promise.queue_waiting)} wait for a place, ${count(held)} because of the promise; ` +
     `${count(promise.queue_refused_total)} were turned away` +
     `${promise.queue_retry_after_seconds ? `, the next one for ${count(promise.queue_retry_after_seconds)} s` : ""}. ` +
     `The last step was expected to take ${milliseconds("step_us_predicted")} ms and took ${milliseconds("step_us_measured")} ms.`;
