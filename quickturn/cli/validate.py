@@ -17,7 +17,10 @@ EXAMPLE = "Example: quickturn validate embedded --output before.tar.zst"
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(options.numbers(text))
+    found = tuple(options.numbers(text))
+    if any(number < 1 for number in found):
+        raise typer.BadParameter(f"{text!r} must be numbers from 1 on")
+    return found
 
 
 @options.explained()
