@@ -47,7 +47,7 @@ double Scheduler::time_of_rows(double rows, double context) const {
 
 std::int32_t Scheduler::starts_allowed() const {
   const auto all = static_cast<std::int32_t>(prefilling_.size());
-  if (config_.policy.min_tps_per_user <= 0.0 || !model_.knows_decodes()) return all;
+  if (all == 0 || config_.policy.min_tps_per_user <= 0.0 || !model_.knows_decodes()) return all;
   const double limit = 1.0 / config_.policy.min_tps_per_user - between();
   double rows = static_cast<double>(decoding_.size());
   double context = 0.0;
