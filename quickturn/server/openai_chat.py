@@ -11,7 +11,7 @@ from quickturn.server.body import read_body
 from quickturn.server.errors import invalid
 from quickturn.server.fields import CommonFields, check_prompt_logprobs, check_refused, check_top_logprobs
 from quickturn.server.openai_chat_reply import ChatReply
-from quickturn.server.openai_format import read_output
+from quickturn.server.openai_format import output_param, read_output
 from quickturn.server.openai_tools import read_tool_choice, read_tools
 from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
@@ -113,4 +113,5 @@ def turn_of(body: ChatBody) -> Turn:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         output=read_output(body),
+        output_param=output_param(body),
     )

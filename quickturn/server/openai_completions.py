@@ -26,7 +26,7 @@ from quickturn.server.fields import (
 )
 from quickturn.server.generation import Generation, Prompt
 from quickturn.server.off_loop import prepare
-from quickturn.server.openai_format import read_output
+from quickturn.server.openai_format import output_param, read_output
 from quickturn.server.replying import answer
 from quickturn.server.state import ServerState
 from quickturn.text.detokenizer import Detokenizer
@@ -67,7 +67,7 @@ async def completions(request: Request) -> Response:
     output = read_output(body)
     constraint = None if output is None else Constraint(source(output))
     if constraint is not None:
-        await compiled(request, state, constraint, "response_format")
+        await compiled(request, state, constraint, output_param(body))
     prompts = await prepare(request, lambda: _prompts(state, body, constraint))
     routing = routing_of(body, tenant_of(request))
     skip_special = body.skip_special_tokens is not False

@@ -21,6 +21,11 @@ def read_output(fields: CommonFields) -> Format | None:
     return output if output is not None else other
 
 
+def output_param(fields: CommonFields) -> str:
+    """The field that says what the answer has to follow, to blame for what can't be followed."""
+    return next((name for name in GUIDED if getattr(fields, name) is not None), "response_format")
+
+
 def read_response_format(value: Any, param: str = "response_format") -> Format | None:
     """The format that an answer's text has to follow; None for free text. Raises ApiError."""
     if value is None:

@@ -69,6 +69,8 @@ def chat(served: Served, **fields: Any) -> httpx.Response:
         ),
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
         ({"guided_regex": "(?=a)"}, "guided_regex"),
+        ({"guided_regex": "odd"}, "guided_regex"),
+        ({"guided_grammar": "root ::= odd"}, "guided_grammar"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_grammar": 7}, "guided_grammar"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
@@ -119,6 +121,7 @@ def test_wrong_field_is_named(served: Served, fields: dict[str, Any], param: str
         ({"prompt": "x", "echo": "yes"}, "echo"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"prompt": "x", "guided_choice": ["odd"]}, "guided_choice"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ],
 )

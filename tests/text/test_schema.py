@@ -170,6 +170,8 @@ def test_a_keyword_of_a_wrong_kind_is_refused_by_its_name(word: str) -> None:
 
 
 def test_the_place_of_a_flaw_is_told() -> None:
+    with pytest.raises(BadSchema, match=r"'type' at /items must be a name or names"):
+        checked_schema({"items": {"type": []}})
     with pytest.raises(BadSchema, match=r"'required' at /properties/a must be a list of names"):
         checked_schema({"properties": {"a": {"type": "object", "required": [{}]}}})
     with pytest.raises(BadSchema, match=r"'minimum' at #/properties must be a number"):

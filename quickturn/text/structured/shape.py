@@ -51,6 +51,10 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _is_type(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (value != [] and _are_names(value))
+
+
 _ANYTHING: _Rule = (lambda value: True, "anything")
 _SCHEMA: _Rule = (_is_schema, "a schema")
 _ITEMS: _Rule = (lambda value: _is_schema(value) or isinstance(value, list), "a schema or a list of schemas")
@@ -58,7 +62,7 @@ _LIST: _Rule = (lambda value: isinstance(value, list), "a list of schemas")
 _SCHEMAS: _Rule = (lambda value: isinstance(value, dict), "an object of schemas")
 _NUMBER: _Rule = (_is_number, "a number")
 _RULES: dict[str, _Rule] = {
-    "type": (lambda value: value is None or isinstance(value, str) or _are_names(value), "a name or names"),
+    "type": (_is_type, "a name or names"),
     "enum": (lambda value: isinstance(value, list), "a list"),
     "required": (_are_names, "a list of names"),
     "format": (lambda value: value is None or isinstance(value, str), "a string"),
