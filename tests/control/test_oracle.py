@@ -134,6 +134,7 @@ def test_state_machine() -> None:
             max_examples=max(10, OPERATIONS // 4 // steps),
             stateful_step_count=steps,
             deadline=None,
+            derandomize=True,  # more operations are other ones, too
             print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
