@@ -29,6 +29,8 @@ class Setup:
     share_wait: float = 0.3
     stride: int = 16
     min_tps: float = 0.0
+    max_pause: float = 0.0
+    recorded: tuple[tuple[int, int], ...] = ()
 
     def config(self) -> qc.SchedulerConfig:
         """The scheduler's configuration."""
@@ -42,10 +44,13 @@ class Setup:
             pipeline_depth=self.pipeline_depth,
             tiers=[qc.TierConfig(f"tier{i}", list(blocks)) for i, blocks in enumerate(self.tiers)],
             prefix_cache=self.prefix_cache,
+            recorded=list(self.recorded),
             policy=qc.Policy(
                 share_wait=self.share_wait,
                 checkpoint_stride=self.stride,
                 min_tps_per_user=self.min_tps,
+                max_pause=self.max_pause,
+                pause_every=4,
                 fairness=0.5,
                 demote_below=0.6,
             ),

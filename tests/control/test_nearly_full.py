@@ -92,6 +92,8 @@ def small(random: Random) -> Setup:
         prefix_cache=random.random() < 0.9,
         stride=random.choice([0, 4, 16]),
         min_tps=random.choice([0.0, 1.0, 300.0]),
+        max_pause=random.choice([0.0, 0.01]),
+        recorded=random.choice([(), ((1, 8), (4, 8), (1, 16), (4, 16))]),
     )
 
 
