@@ -69,8 +69,8 @@ class WaitingRoom:
     here: responses begin at once.
 
     Those who came together all wait until the engine has looked at them, in its next step, also where there
-    are places for all. So one who finds too many waiting is turned away only if `asking` seconds don't bring
-    a place either.
+    are places for all. So one who finds too many waiting is turned away only if `asking` seconds bring
+    neither a place nor room to wait.
     """
 
     promise: Promise = field(default_factory=Promise)
@@ -95,11 +95,18 @@ class WaitingRoom:
         """
         if self.open:
             return
+        try:
+            await self._enter(request)
+        except BaseException:
+            request.cancel()
+            raise
+
+    async def _enter(self, request: Entering) -> None:
         if self.waiting >= self.most:
-            seconds = min(self.asking, self.longest)
-            if not await _begun_within(seconds, request):
+            if await _begun_within(min(self.asking, self.longest), request):
+                return
+            if self.waiting >= self.most:
                 raise self._turn_away(f"{self.waiting} requests wait already")
-            return
         if not self.waiting:
             self._crowded_since = self.clock()
             self._entered.clear()
@@ -136,14 +143,10 @@ class WaitingRoom:
 
 
 async def _begun_within(seconds: float, request: Entering) -> bool:
-    """Whether the request has a place in time; cancels it if it hasn't, also when nobody waits any longer."""
+    """Whether the request has a place in time."""
     try:
         async with asyncio.timeout(seconds):
             await request.begun()
     except TimeoutError:
-        request.cancel()
         return False
-    except BaseException:
-        request.cancel()
-        raise
     return True

@@ -145,6 +145,22 @@ class Guest:
         self.cancelled = True
 
 
+@dataclass
+class Patient(Guest):
+    """Finds no place before the one who waits has one, and then one."""
+
+    other: Guest = field(default_factory=Guest)
+    entering: "asyncio.Task[None] | None" = None
+    times: int = 0
+
+    async def begun(self) -> None:
+        self.times += 1
+        if self.times == 1 and self.entering is not None:
+            self.other.place.set()
+            await self.entering
+            raise TimeoutError
+
+
 async def test_seconds_to_wait_follow_the_rate() -> None:
     """By a clock of our own: places come free every ten seconds, five wait, so the last has fifty to go."""
     now = 100.0
@@ -199,15 +215,20 @@ async def test_nobody_is_turned_away_unasked() -> None:
     await asyncio.wait_for(asyncio.gather(*tasks), 60.0)
     assert room.refused == 0
     assert not any(guest.cancelled for guest in guests)
-    waits = asyncio.create_task(room.enter(Guest()))
+    first = Guest()
+    waits = asyncio.create_task(room.enter(first))
     await asyncio.sleep(0)
     room.asking, late = 0.001, Guest()
     with pytest.raises(ApiError, match="1 requests wait already"):
         await room.enter(late)
     assert late.cancelled
     assert room.refused == 1
-    waits.cancel()
-    await asyncio.gather(waits, return_exceptions=True)
+    # Who waited has a place; so the next may wait, who found none.
+    guest = Patient(other=first, entering=waits)
+    await asyncio.wait_for(room.enter(guest), 60.0)
+    assert guest.times == 2
+    assert room.refused == 1
+    assert not guest.cancelled
 
 
 async def test_the_bound_of_a_wait() -> None:
