@@ -125,6 +125,7 @@ void Scheduler::plan_prefills() {
       --starts_left_;
     }
   }
+  note_held();
   note_prefills(allowed.tokens);
   note_pause(allowed);
 }

@@ -12,6 +12,11 @@ namespace {
 // What so many times more rows than were measured take follows from the two last numbers of rows; of more
 // than that, each counts for as much as one of those measured: rows cost no more than in proportion.
 constexpr double kNear = 1.25;
+// What more rows take is forgotten when somebody had to wait because of it for so many steps: what once took
+// long by accident is found out again. Each time after twice as many, up to so many: where it was no
+// accident, those who are answered then are slower than promised.
+constexpr std::int32_t kHeldFor = 256;
+constexpr std::int32_t kMostHeldFor = 64 * kHeldFor;
 
 }  // namespace
 
@@ -65,6 +70,19 @@ std::int32_t Scheduler::starts_allowed() const {
 bool Scheduler::somebody_may_end() const {
   return std::any_of(prefilling_.begin(), prefilling_.end(),
                      [this](const Request* request) { return request->loads == 0 && !is_held(*request); });
+}
+
+void Scheduler::note_held() {
+  const double tokens = building_->load.decode_tokens;
+  const auto held = [this](const Request* request) { return is_held(*request); };
+  if (tokens == 0.0 || !(promise_holds_ || std::any_of(prefilling_.begin(), prefilling_.end(), held))) return;
+  held_tokens_ = std::max(held_tokens_, tokens);
+  if (++held_steps_ < std::max(held_for_, kHeldFor)) return;
+  held_for_ = std::clamp(2 * held_for_, 2 * kHeldFor, kMostHeldFor);
+  model_.forget_decodes_above(held_tokens_);
+  rows_before_ = {};
+  held_steps_ = 0;
+  held_tokens_ = 0.0;
 }
 
 std::int32_t Scheduler::open_tokens(const Request& request) const {

@@ -88,6 +88,14 @@ double TimeCurve::learn(double tokens, double seconds, double other) {
   return step;
 }
 
+void TimeCurve::forget_above(double tokens) {
+  // So many have a share of the next knot.
+  for (std::size_t k = 0; k < kKnots; ++k) {
+    if (std::ldexp(1.0, static_cast<int>(k)) >= 2.0 * tokens) seen_[k] = false;
+  }
+  largest_ = std::min(largest_, tokens);
+}
+
 double StepModel::Slope::meet(double feature) {
   unit = std::max({unit * kForget, feature, least_unit});
   return feature / unit;

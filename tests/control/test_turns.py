@@ -44,6 +44,45 @@ def test_who_is_promised_more_than_one_alone_gets_is_answered_in_the_end() -> No
     assert set(users) <= set(sim.ended)
 
 
+@pytest.mark.parametrize("slow_after_it", [False, True])
+def test_what_two_rows_once_took_by_accident_keeps_nobody_out_for_good(
+    seed: int, slow_after_it: bool
+) -> None:
+    """Their only step had a compile in it, or all of theirs came while the machine was thirty times slower:
+    one after the other, users would never find out that two take hardly longer than one.
+    """
+    random = Random(seed)
+    slow = 1.0
+
+    def seconds(plan: qc.StepPlan) -> float:
+        rows = plan.num_decode_rows
+        took = 9e-3 + 3e-4 * rows + 2e-5 * (plan.num_tokens - rows)
+        return took * (slow if rows > 1 or slow_after_it else 1.0)
+
+    clock = noisy(seconds, random, 0.005, stalls=0.0)
+    sim = Sim(400, [FULL], clock, max_step_tokens=600, policy=qc.Policy(min_tps_per_user=TPS))
+    sim.answer(prompt(500, seed), 1)
+    sim.add(prompt(100, seed + 1), 400)
+    for _ in range(60):
+        sim.step()
+    slow = 30.0
+    other = sim.add(prompt(100, seed + 2), random.choice([2, 100]))
+    while other not in sim.ended:
+        sim.step()
+    for _ in range(30 if slow_after_it else 0):
+        sim.step()
+    slow = 1.0
+    sim.run()
+    rows: list[int] = []
+    for number in range(8):
+        sim.add(prompt(100, seed + 3 + number), 200)
+    while sim.scheduler.has_unfinished():
+        plan = sim.step()
+        rows += [plan.num_decode_rows] if plan is not None else []
+    assert max(rows) >= 4
+    assert len(rows) < 1000
+
+
 def test_answers_of_one_token_need_nobodys_end(seed: int) -> None:
     """They never decode, so that the promise has nothing against them while others do."""
     sim = Sim(400, [FULL], crowded, policy=qc.Policy(min_tps_per_user=1 / 3.5e-3))

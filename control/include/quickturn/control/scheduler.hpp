@@ -254,6 +254,7 @@ class Scheduler {
   // Whether a prompt may not end in this step, since with its row steps would take longer than promised.
   bool is_held(const Request& request) const { return starts_left_ == 0 && request.left > 1; }
   bool somebody_may_end() const;
+  void note_held();
   // Tokens of its prompt that this step may compute.
   std::int32_t open_tokens(const Request& request) const;
 
@@ -338,6 +339,9 @@ class Scheduler {
   RowsTime rows_;                 // the last step of decoding rows alone that was measured
   RowsTime rows_before_;          // the last one with another number of them
   std::int32_t starts_left_ = 0;  // prompts that may still end in this step
+  std::int32_t held_steps_ = 0;   // beside which somebody had to wait for the promise
+  std::int32_t held_for_ = 0;     // so many of them, before what more rows take is measured again
+  double held_tokens_ = 0.0;      // the most that any of them decoded
 
   Flight* building_ = nullptr;
   StepId next_step_ = 0;

@@ -37,6 +37,8 @@ class TimeCurve {
   // by for each unit.
   double learn(double tokens, double seconds, double other);
   double largest() const { return largest_; }
+  // What more than so many tokens take.
+  void forget_above(double tokens);
 
  private:
   static constexpr std::size_t kKnots = 18;  // 1, 2, 4, ... 131,072 tokens
@@ -103,6 +105,8 @@ class StepModel {
   bool knows_decodes() const { return decode_.largest() > 0; }
   // The most decoding rows' tokens that were measured.
   double most_decodes() const { return decode_.largest(); }
+  // What steps with more than so many take.
+  void forget_decodes_above(double tokens) { decode_.forget_above(tokens); }
   // The most prompt tokens that were measured beside decoding rows, in recorded steps or in others.
   double most_beside(bool recorded) const { return beside(recorded).cost.most(); }
   // Of a hundred such steps, no more than one should take longer than this times what was predicted.
