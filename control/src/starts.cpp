@@ -35,7 +35,8 @@ double Scheduler::time_of_rows(double rows, double context) const {
   StepLoad last;
   last.decode_tokens = rows_.tokens;
   last.decode_context = rows_.context;
-  const double late = std::max(1.0, rows_.seconds / model_.predict(last));
+  const double expected = model_.predict(last);
+  const double late = expected > 0.0 ? std::max(1.0, rows_.seconds / expected) : 1.0;
   const double predicted = late * model_.predict(load);
   const double more = load.decode_tokens - rows_.tokens;
   if (more <= 0.0) return predicted;

@@ -174,7 +174,9 @@ void StepModel::learn(const StepLoad& load, double seconds) {
   const bool mixed = prompts && load.decode_tokens > 0;
   const double most = mixed ? most_beside(load.recorded) : prompts ? alone_.largest() : decode_.largest();
   const double expected = predict(load);
-  const bool known = samples_ >= 8 && (prompts ? load.prompt_tokens : load.decode_tokens) <= most;
+  // Of no time at all, which is what a machine that got much faster may leave, nothing follows.
+  const bool known =
+      samples_ >= 8 && expected > 0.0 && (prompts ? load.prompt_tokens : load.decode_tokens) <= most;
   if (known && seconds > kAccident * expected && ++accidents_ < kAccidents) return;
   accidents_ = 0;
   ++samples_;
