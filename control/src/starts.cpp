@@ -53,7 +53,9 @@ double Scheduler::time_of_rows(double rows, double context) const {
 
 std::int32_t Scheduler::starts_allowed() const {
   const auto all = static_cast<std::int32_t>(prefilling_.size());
-  if (all == 0 || config_.policy.min_tps_per_user <= 0.0 || !model_.knows_decodes()) return all;
+  if (all == 0 || config_.policy.min_tps_per_user <= 0.0) return all;
+  // Of a machine that has just started nobody knows what a row takes: one finds out.
+  if (!model_.knows_decodes()) return decoding_.empty() ? 1 : 0;
   const double limit = 1.0 / config_.policy.min_tps_per_user - between();
   double rows = static_cast<double>(decoding_.size());
   double context = 0.0;

@@ -17,14 +17,16 @@ def crowded(plan: qc.StepPlan) -> float:
     return 2e-3 + 0.8e-3 * plan.num_decode_rows + 2e-5 * (plan.num_tokens - plan.num_decode_rows)
 
 
-def test_many_who_come_at_once_begin_as_the_promise_holds(seed: int) -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_many_who_come_at_once_begin_as_the_promise_holds(seed: int, fresh: bool) -> None:
     """What so many rows take was never measured when they come. Nobody is slower than promised, and those who
     wait for others to end are told.
     """
     random = Random(seed)
     clock = noisy(crowded, random, 0.005, stalls=0.0)
     sim = Sim(400, [FULL], clock, max_step_tokens=4096, policy=qc.Policy(min_tps_per_user=TPS))
-    sim.answer(prompt(500, seed), 4)
+    if not fresh:
+        sim.answer(prompt(500, seed), 4)
     users = [sim.add(prompt(random.randint(50, 1500), seed + 1 + n), 300) for n in range(40)]
     held = rows = 0
     while sim.scheduler.has_unfinished():
