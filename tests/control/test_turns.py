@@ -7,7 +7,7 @@ import pytest
 import quickturn_control as qc
 from control_agents import Sessions, large_mixture, run_agents
 from control_clocks import noisy
-from control_sim import FULL, STATE, Sim, prompt
+from control_sim import FULL, Sim, prompt
 
 TPS = 70.0
 
@@ -163,33 +163,23 @@ def test_of_places_that_come_free_every_second_is_the_firsts(seed: int) -> None:
     raise AssertionError(f"no first token after 6,000 steps: {sim.scheduler.stats()}")
 
 
-@pytest.mark.parametrize("number", [201, 202, 231])
+@pytest.mark.parametrize("number", [1, 12, 16])
 def test_a_machine_that_got_ten_times_faster_is_found_out(number: int) -> None:
     """What was learned while it was slow left nothing to expect of few rows: of nothing, nothing followed."""
     random = Random(number)
-    for options in ((0, 1, 2), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2)):
-        random.choice(options)
     slow = 1.0
 
     def seconds(plan: qc.StepPlan) -> float:
         rows = plan.num_decode_rows
-        took = slow * (2e-3 + 4.5e-4 * rows + 2e-5 * max(0, plan.num_tokens - rows))
-        random.random()
-        return took
+        return slow * (2e-3 + 4.5e-4 * rows + 2e-5 * (plan.num_tokens - rows))
 
-    slabs, groups = random.choice([60, 400]), random.choice([[FULL], [FULL, STATE]])
-    policy = qc.Policy(min_tps_per_user=random.choice([70, 85]), max_pause=random.choice([0, 0.1]))
-    sim = Sim(slabs, groups, seconds, max_step_tokens=1024, max_requests=40, policy=policy)
+    sim = Sim(400, [FULL], seconds, max_step_tokens=1024, policy=qc.Policy(min_tps_per_user=TPS))
     sim.answer(prompt(300, number), 4)
-    live: set[int] = set()
-    nothing: list[bool] = []
     for step in range(1600):
         slow = 10.0 if 500 <= step < 900 else 1.0
-        if len(live) < 40 and random.random() < 0.5:
+        if len(sim.slot_of) < 40 and random.random() < 0.5:
             tokens = prompt(random.choice([20, 300, 2000]), random.randrange(1 << 20))
-            live.add(sim.add(tokens, random.choice([1, 2, 30, 200]), priority=random.choice([0, 0, 1])))
+            sim.add(tokens, random.choice([1, 2, 30, 200]))
         plan = sim.step()
-        live -= set(sim.ended)
         if step >= 1400 and plan is not None and plan.num_rows:
-            nothing.append(sim.scheduler.stats()["step_us_predicted"] == 0)
-    assert np.mean(nothing) < 0.3
+            assert sim.scheduler.stats()["step_us_predicted"] > 0
